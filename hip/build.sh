@@ -154,7 +154,8 @@ local_cuda_archs() {
 # libcudart, of another version and out of sight of our symbols (RTLD_LOCAL). Both runtimes
 # share the device's primary context, so streams and pointers pass between them.
 build_cuda() {
-  local nvcc archs arch number
+  local nvcc archs arch number names=
+  local flags=()
   require_command_in NVCC
   nvcc=$(first_runnable "${NVCC:-}" nvcc ${CUDA_HOME:+"$CUDA_HOME/bin/nvcc"} \
     /usr/local/cuda/bin/nvcc) ||
@@ -163,14 +164,15 @@ build_cuda() {
     fail "$nvcc needs a host compiler; Debian's package g++ brings one"
 
   archs=$(as_words "${CUDA_ARCHS:-$(local_cuda_archs || true)}")
-  local flags=("-DEXPERT_CACHE_ARCHITECTURES=\"${archs:=sm_80 sm_90}\"")
-  for arch in $archs; do
+  for arch in ${archs:-sm_80 sm_90}; do
     number=${arch#sm_}
     [[ $number =~ ^[0-9]+[a-z]?$ ]] ||
       fail "CUDA_ARCHS: '$arch' is not an NVIDIA architecture (sm_90, say)"
     flags+=("-gencode=arch=compute_$number,code=sm_$number")
+    names+="sm_$number "
   done
   flags+=("-gencode=arch=compute_$number,code=compute_$number")
+  flags+=("-DEXPERT_CACHE_ARCHITECTURES=\"${names}compute_$number\"")
 
   compile "$nvcc" -x cu "${common_flags[@]}" -cudart static -shared \
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xlinker --exclude-libs,ALL \

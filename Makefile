@@ -1,0 +1,46 @@
+# `make` alone lists what can be made.
+
+VENV := .venv
+FAST_VENV := $(if $(wildcard $(VENV)/.complete),$(VENV),.venv-fast)
+PYTEST := -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-fast host hip cuda test test-fast demo lint clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: ## .venv with a real vLLM on the CPU (3.3 GB, a few minutes, once)
+	@tools/make_venv.sh engine $(VENV)
+
+venv-fast: ## an environment without vLLM, for test-fast (1 GB)
+	@if [ "$(FAST_VENV)" != "$(VENV)" ]; then tools/make_venv.sh fast $(FAST_VENV); fi
+
+host: ## the kernels for the CPU (tests, demo)
+	@hip/build.sh host
+
+hip: ## the kernels for AMD GPUs (committed: only needed after a change)
+	@hip/build.sh hip
+
+cuda: ## the kernels for NVIDIA GPUs
+	@hip/build.sh cuda
+
+test: venv host ## every test, the real engine included
+	$(VENV)/bin/python $(PYTEST) tests
+
+test-fast: venv-fast host ## every test that needs no vLLM (under a minute)
+	$(FAST_VENV)/bin/python $(PYTEST) tests --ignore=tests/engine
+
+demo: venv host ## a small model served with and without the cache
+	$(VENV)/bin/python examples/demo.py
+
+lint: ## ruff and shellcheck, where they are installed
+	@if command -v ruff >/dev/null; then ruff check . && ruff format --check .; \
+	 else echo "ruff is not installed: skipped (pip install ruff)"; fi
+	@if command -v shellcheck >/dev/null; then shellcheck hip/build.sh tools/*.sh .ci/run; \
+	 else echo "shellcheck is not installed: skipped"; fi
+
+clean: ## removes what was built, not the environments
+	rm -f expert_cache_shim/lib/libexpertcache_host.so expert_cache_shim/lib/libexpertcache_cuda.so
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

