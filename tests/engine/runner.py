@@ -1,0 +1,79 @@
+"""Serves models one after the other in this process, as its job file says.
+
+    python runner.py JOBS.json RESULTS.json
+
+Runs in a process of its own, started by `engine.py`, because a test needs vLLM with a given
+environment from its first import on. Several jobs share one process: importing vLLM takes longer
+than serving a tiny model. A job that fails leaves its traceback as its result.
+"""
+
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+MARK = "=== job "
+
+
+def serve(job: dict) -> list[list[int]]:
+    """Greedy token ids of vLLM, a list for each prompt."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    for plugin in job["plugins"]:
+        importlib.import_module(plugin).install()
+    llm = LLM(model=job["model"], **job["engine"])
+    try:
+        samplings = [
+            SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+            for limit in job["max_tokens"]
+        ]
+        outputs = llm.generate(job["prompts"], samplings, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def reference(job: dict) -> list[list[int]]:
+    """Greedy token ids of transformers in float32, one prompt at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt, limit in zip(job["prompts"], job["max_tokens"]):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        output = model.generate(ids, max_new_tokens=limit, do_sample=False)
+        answers.append(output[0, ids.shape[1] :].tolist())
+    return answers
+
+
+def run(job: dict) -> dict:
+    os.environ.update(job["environment"])
+    try:
+        return {"tokens": (reference if job["reference"] else serve)(job)}
+    except Exception:
+        return {"error": traceback.format_exc()}
+    finally:
+        for name in job["environment"]:
+            del os.environ[name]
+        gc.collect()
+
+
+def main() -> None:
+    jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
+    answers = []
+    for number, job in enumerate(json.loads(jobs.read_text())):
+        print(f"{MARK}{number}", flush=True)
+        answers.append(run(job))
+        results.write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
