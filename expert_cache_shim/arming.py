@@ -1,0 +1,422 @@
+"""Arms the layers of a loaded model, or refuses them with a reason and a remedy.
+
+Nothing here raises into vLLM. A layer that fails any question, or any step of arming, is left
+exactly as it was and serves on vLLM's own path.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import native, telemetry, vllm_compat
+from .discovery import (
+    ExpertTensors,
+    NotExpertMajor,
+    count_experts,
+    layer_tensors,
+    reachable_tensors,
+)
+from .layer import ArmedLayer, ExpertCache
+from .settings import Settings, SettingsError
+from .storage import Allocator, Storage, StorageError
+
+logger = logging.getLogger("vllm.expert_cache")
+
+OFFLOAD = "serve with --cpu-offload-gb N --cpu-offload-params experts"
+
+
+@dataclass(frozen=True)
+class Refusal(Exception):
+    """Why a layer is not armed, and what would change that."""
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
+
+
+@dataclass
+class Candidate:
+    """A layer that passed every question, before device memory is spent on it."""
+
+    name: str
+    layer: torch.nn.Module
+    experts: int
+    tensors: ExpertTensors
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(entry.stride for entry in self.tensors)
+
+
+@dataclass
+class Report:
+    """What became of one model's layers."""
+
+    model: str
+    armed: list[ArmedLayer] = field(default_factory=list)
+    refused: list[tuple[str, Refusal]] = field(default_factory=list)
+    storage_note: str = ""
+    snapshot: telemetry.SnapshotFile | None = None
+
+    def steps(self) -> int:
+        """Layer-steps that reached the cache, idle and read-through ones included."""
+        counters = (layer.cache.counters for layer in self.armed)
+        return sum(int(c[0] + c[6] + c[7]) for c in counters)
+
+
+_reports: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDictionary()
+
+
+def reports() -> Iterator[Report]:
+    """One for each model of this process that is still alive."""
+    return iter(list(_reports.values()))
+
+
+def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
+    """Arms what can be armed in a model whose weights are final. Never raises."""
+    report = Report(vllm_compat.model_name(model_config))
+    try:
+        layers = list(vllm_compat.moe_layers(model))
+        if layers:
+            _arm(layers, model_config, report)
+            telemetry.log_report(report)
+    except Exception:
+        logger.exception(
+            "expert cache: unexpected error while arming %s; layers not armed so far serve on "
+            "vLLM's own path", report.model,
+        )  # fmt: skip
+    if report.armed:
+        _reports[model] = report
+    return report
+
+
+def _arm(layers: list, model_config: Any, report: Report) -> None:
+    try:
+        settings = Settings.from_environment()
+    except SettingsError as error:
+        report.refused = [(name, Refusal(str(error), "correct the variable")) for name, _ in layers]
+        return
+    for warning in settings.unknown:
+        logger.warning("expert cache: %s", warning)
+    candidates = list(_candidates(layers, model_config, settings, report))
+    if not candidates:
+        return
+    try:
+        library = load_library(candidates[0].layer, settings)
+        slots = _slots(candidates, settings, library)
+    except (native.LibraryError, SettingsError) as error:
+        refusal = Refusal(str(error), "the model serves without the cache")
+        report.refused += [(c.name, refusal) for c in candidates]
+        return
+    _arm_candidates(candidates, slots, library, settings, report)
+
+
+def _candidates(
+    layers: list, model_config: Any, settings: Settings, report: Report
+) -> Iterator[Candidate]:
+    for name, layer in layers:
+        try:
+            yield inspect(name, layer, model_config, settings)
+        except Refusal as refusal:
+            report.refused.append((name, refusal))
+        except Exception as error:
+            _refuse_unexpected(name, error, report)
+
+
+def inspect(
+    name: str, layer: torch.nn.Module, model_config: Any, settings: Settings
+) -> Candidate:
+    """Asks every question that needs no device memory. Raises Refusal."""
+    if vllm_compat.is_draft_model(model_config):
+        raise Refusal("a draft model's experts are few and resident", "nothing needs to change")
+    _check_residency(layer, settings)
+    _check_form(layer)
+    experts = count_experts(layer)
+    tensors = discover(layer, experts)
+    return Candidate(name, layer, experts, tensors)
+
+
+def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:
+    """Questions that the tensors' devices and the offloader answer. Where a pointer of a GPU
+    tensor really points is asked later, of the driver."""
+    devices = {tensor.device.type for tensor in layer_tensors(layer).values()}
+    if "meta" in devices:
+        raise Refusal("its weights are not loaded (meta tensors)", "load real weights")
+    offloader = vllm_compat.offloader_name()
+    if offloader == "PrefetchOffloader":
+        raise Refusal(
+            "the prefetch offloader moves whole layers through a buffer that layers share",
+            "use the UVA offloader: --offload-backend uva, and " + OFFLOAD,
+        )
+    if "cpu" not in devices:
+        return
+    if torch.cuda.is_available():
+        raise Refusal(
+            "its weights are offloaded without unified addressing (non-UVA), so the GPU cannot "
+            "read them in place",
+            "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set "
+            "VLLM_WSL2_ENABLE_PIN_MEMORY=1",
+        )
+    if not settings.allow_cpu:
+        raise Refusal(
+            "this engine runs on a CPU, where no layer is offloaded to the host",
+            f"on a GPU {OFFLOAD}; to try the cache on a CPU set EXPERT_CACHE_ALLOW_CPU=1",
+        )
+
+
+def _check_form(layer: torch.nn.Module) -> None:
+    """Questions about how vLLM calls this layer."""
+    method = layer.quant_method
+    if vllm_compat.is_monolithic(method):
+        raise Refusal(
+            f"{type(method).__name__} is monolithic: it routes inside the kernel and has no "
+            "routing ids to rewrite",
+            "choose a modular kernel, for example --moe-backend triton",
+        )
+    if vllm_compat.expert_map(layer) is not None:
+        raise Refusal(
+            "expert parallelism maps ids through expert_map, which is not composed with the "
+            "cache's own table",
+            "serve without --enable-expert-parallel",
+        )
+    if vllm_compat.is_lora_enabled(layer):
+        raise Refusal("LoRA kernels index by expert id", "serve without --enable-lora")
+    if vllm_compat.is_eplb_enabled(layer):
+        raise Refusal(
+            "expert load balancing (EPLB) moves experts while serving",
+            "serve without --enable-eplb",
+        )
+    if vllm_compat.uses_ubatches():
+        raise Refusal(
+            "dual batch overlap (DBO) runs two forwards through a layer at once",
+            "serve without --enable-dbo",
+        )
+    _check_kernel(layer, method)
+    if "apply" in vars(method):
+        raise Refusal(
+            "another package has replaced apply() of this layer's quant method "
+            f"({vars(method)['apply']!r})",
+            "remove one of the two",
+        )
+
+
+def _check_kernel(layer: torch.nn.Module, method: Any) -> None:
+    kernel = vllm_compat.moe_kernel(method)
+    prepare = vllm_compat.prepare_finalize(kernel)
+    if prepare is not None and type(prepare).__name__ != vllm_compat.LOCAL_PREPARE_FINALIZE:
+        raise Refusal(
+            f"{type(prepare).__name__} moves routing ids between ranks after the cache has "
+            "rewritten them",
+            "serve with tensor parallelism only (no data or expert parallelism)",
+        )
+    if prepare is None and vllm_compat.data_parallel_size(layer) > 1:
+        raise Refusal(
+            "data parallelism gathers routing ids of other ranks", "serve with one data-parallel rank"
+        )
+
+
+def discover(layer: torch.nn.Module, experts: int) -> ExpertTensors:
+    """The layer's per-expert tensors, those inside its kernel and configs included.
+
+    Raises Refusal for a per-expert tensor that the cache could not stand in for: it would go on
+    being read by expert number while the ids are rows, silently.
+    """
+    if not 2 <= experts <= 1024:
+        raise Refusal(
+            f"it has {experts} experts; the cache serves 2 to 1024", "nothing needs to change"
+        )
+    method = layer.quant_method
+    tensors = ExpertTensors(experts)
+    try:
+        for name, tensor in layer_tensors(layer).items():
+            tensors.add(tensor, name=name)
+        for place, tensor in _kernel_tensors(method):
+            tensors.add(tensor, place=place)
+    except NotExpertMajor as error:
+        raise Refusal(str(error), "choose another kernel with --moe-backend") from None
+    leaks = [place for place, tensor in _config_tensors(method) if _leaks(tensor, tensors)]
+    if leaks:
+        raise Refusal(
+            f"{leaks[0]} is per-expert data that the cache cannot stand in for",
+            "choose another kernel with --moe-backend",
+        )
+    return tensors
+
+
+def _kernel_tensors(method: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors where the copies of layer.py replace them: the method's and the experts' own
+    attributes, the configs and their descriptors."""
+    holders = [("quant_method", method)]
+    experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
+    if experts is not None:
+        holders.append(("fused_experts", experts))
+    for config in vllm_compat.quant_configs(method):
+        holders.append(("quant_config", config))
+        for name, value in vars(config).items():
+            if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+                holders.append((f"quant_config.{name}", value))
+    for place, holder in holders:
+        for name, value in vars(holder).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{place}.{name}", value
+
+
+def _config_tensors(method: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor a config can reach, however deep."""
+    for config in vllm_compat.quant_configs(method):
+        yield from reachable_tensors(config, "quant_config", depth=5)
+
+
+def _leaks(tensor: torch.Tensor, tensors: ExpertTensors) -> bool:
+    """Per-expert, by any dimension, and not one of the tensors that are mirrored."""
+    if tensors.experts not in tensor.shape or tensor.numel() == 0:
+        return False
+    return tensors.find(tensor) is None and not (tensor.dim() and tensor.stride(0) == 0)
+
+
+def load_library(layer: torch.nn.Module, settings: Settings) -> native.Library:
+    """The kernel library for the device that the layer's kernels run on. Raises LibraryError."""
+    device = next(iter(layer_tensors(layer).values())).device
+    if device.type != "cuda":
+        return native.load("host", settings.lib)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        library, found = native.load("hip", settings.lib), properties.gcnArchName
+    else:
+        library = native.load("cuda", settings.lib)
+        found = f"sm_{properties.major}{properties.minor}"
+    library.check_architecture(found)
+    return library
+
+
+def _slots(
+    candidates: list[Candidate], settings: Settings, library: native.Library
+) -> dict[str, int]:
+    """Slots per layer, by layer name. Raises SettingsError where the budget buys none."""
+    wanted = [c for c in candidates if _on_host(c, library)]
+    price = sum(candidate.slot_bytes for candidate in wanted)
+    return {c.name: settings.slots_for(c.experts, max(price, 1)) for c in candidates}
+
+
+def _on_host(candidate: Candidate, library: native.Library) -> bool:
+    """True if any weight lies in host memory, asked of the driver: `.device` says "cuda" for
+    host memory too, and vLLM's own flag can be stale."""
+    return any(library.pointer_kind(e.tensor.data_ptr()) != native.DEVICE for e in candidate.tensors)
+
+
+def _arm_candidates(
+    candidates: list[Candidate], slots: dict[str, int], library: native.Library,
+    settings: Settings, report: Report,
+) -> None:  # fmt: skip
+    device = next(iter(layer_tensors(candidates[0].layer).values())).device
+    allocator = Allocator(library, device)
+    kind = _storage_kind(allocator, settings, report)
+    built: list[tuple[Candidate, Storage, int]] = []
+    for candidate in candidates:
+        try:
+            built.append(
+                _build(candidate, slots[candidate.name], kind, allocator, settings)
+            )
+        except Refusal as refusal:
+            report.refused.append((candidate.name, refusal))
+        except Exception as error:
+            _refuse_unexpected(candidate.name, error, report)
+    report.snapshot = telemetry.open_snapshot(
+        settings.snapshot, report.model, _rank(), [_describe(*entry) for entry in built]
+    )
+    for index, (candidate, storage, count) in enumerate(built):
+        try:
+            mirror = report.snapshot.mirror(index) if report.snapshot else None
+            cache = ExpertCache(library, storage, candidate.experts, count, settings, mirror)
+            armed = ArmedLayer(candidate.name, candidate.layer, candidate.tensors, cache)
+            armed.install()
+            report.armed.append(armed)
+        except Exception as error:
+            _refuse_unexpected(candidate.name, error, report)
+
+
+def _storage_kind(allocator: Allocator, settings: Settings, report: Report) -> str:
+    """`auto` takes virtual storage where it proves itself, else plain and a line that says why."""
+    if settings.storage == "plain":
+        return "plain"
+    try:
+        allocator.prove_virtual()
+        return "virtual"
+    except StorageError as error:
+        report.storage_note = f"plain storage, because {error}"
+        if settings.storage == "virtual":
+            report.storage_note = f"EXPERT_CACHE_STORAGE=virtual is not to be had: {error}"
+        return "plain"
+
+
+def _build(
+    candidate: Candidate, slots: int, kind: str, allocator: Allocator, settings: Settings
+) -> tuple[Candidate, Storage, int]:
+    """Spends the device memory of one layer. Raises Refusal."""
+    if not _on_host(candidate, allocator.library):
+        raise Refusal("its weights are resident in device memory", f"to offload them {OFFLOAD}")
+    if slots >= candidate.experts:
+        raise Refusal(
+            f"{slots} slots hold all of its {candidate.experts} experts, so there is nothing to "
+            "replace",
+            "lower EXPERT_CACHE_SLOTS, or do not offload the experts",
+        )
+    if kind == "virtual":
+        return candidate, allocator.virtual(candidate.tensors, slots), slots
+    _check_plain(candidate.layer.quant_method)
+    scratch = settings.overflow != "off"
+    return candidate, allocator.plain(candidate.tensors, slots, scratch), slots
+
+
+def _check_plain(method: Any) -> None:
+    experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
+    name = type(experts).__name__
+    if experts is None or name in vllm_compat.TAKE_FEWER_EXPERTS:
+        return
+    if any(base.__name__ in vllm_compat.TAKE_FEWER_EXPERTS for base in type(experts).__mro__):
+        return
+    raise Refusal(
+        f"{name} is not known to run with fewer experts than the model has, as plain storage "
+        "needs",
+        "use EXPERT_CACHE_STORAGE=virtual or auto",
+    )
+
+
+def _describe(candidate: Candidate, storage: Storage, slots: int) -> dict[str, Any]:
+    return {
+        "name": candidate.name,
+        "experts": candidate.experts,
+        "slots": slots,
+        "record_bytes": sum(entry.nbytes for entry in candidate.tensors),
+        "tensors": len(candidate.tensors),
+        "storage": storage.kind,
+        "private_bytes": storage.private,
+        "shared_bytes": storage.shared,
+    }
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() if ready else 0
+
+
+def _refuse_unexpected(name: str, error: Exception, report: Report) -> None:
+    """An error nobody foresaw: a traceback once, and the layer stays vLLM's."""
+    first = not any(r.reason.startswith("unexpected") for _, r in report.refused)
+    logger.log(
+        logging.ERROR if first else logging.DEBUG,
+        "expert cache: unexpected error in layer %s", name, exc_info=error,
+    )  # fmt: skip
+    refusal = Refusal(
+        f"unexpected {type(error).__name__}: {error}", "please report the traceback in the log"
+    )
+    report.refused.append((name, refusal))

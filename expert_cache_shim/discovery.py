@@ -1,0 +1,142 @@
+"""Which tensors of a layer are indexed by expert.
+
+Nothing here knows a quantisation scheme. A tensor belongs to the experts when its first
+dimension is the number of experts: the layer's `w13_*` and `w2_*`, and whatever the kernel's
+quantisation config and experts object hold. The same tensor under two names is one record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+# vLLM's names for the two projections of the experts; packed, scale and bias tensors share the
+# prefix.
+_EXPERT_NAME = re.compile(r"w(13|2)_")
+
+
+@dataclass
+class ExpertTensor:
+    """One tensor `[E, ...]` whose records move between host copy and rows.
+
+    names: attributes of the layer that hold it (aliases included), maybe none.
+    nbytes: bytes of one expert's record. stride: bytes between two records.
+    """
+
+    tensor: torch.Tensor
+    names: list[str] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return record_bytes(self.tensor)
+
+    @property
+    def stride(self) -> int:
+        return self.tensor.stride(0) * self.tensor.element_size()
+
+    @property
+    def label(self) -> str:
+        return (self.names or self.places)[0]
+
+
+class NotExpertMajor(ValueError):
+    """A per-expert tensor whose records are not separate runs of memory."""
+
+
+def record_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element of one expert, gaps included."""
+    inner = zip(tensor.shape[1:], tensor.stride()[1:])
+    return (sum((size - 1) * stride for size, stride in inner) + 1) * tensor.element_size()
+
+
+def layer_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """The layer's `w13_*` and `w2_*` tensors by attribute name, aliases included.
+
+    `named_parameters()` would hide the second name of a tensor, so the dictionaries are read.
+    """
+    found: dict[str, torch.Tensor] = {}
+    holders = (vars(layer), getattr(layer, "_parameters", {}), getattr(layer, "_buffers", {}))
+    for holder in holders:
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor) and _EXPERT_NAME.match(name):
+                found[name] = value
+    return found
+
+
+def count_experts(layer: Any) -> int:
+    """E as the kernel sees it: the first dimension of the largest `w13_*` tensor, 0 if none."""
+    tensors = [t for n, t in layer_tensors(layer).items() if n.startswith("w13_") and t.dim() > 1]
+    return max(tensors, key=lambda t: t.numel()).shape[0] if tensors else 0
+
+
+class ExpertTensors:
+    """The distinct per-expert tensors of a layer, keyed by where and how they lie in memory."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+        self._by_storage: dict[tuple, ExpertTensor] = {}
+
+    def __iter__(self) -> Iterator[ExpertTensor]:
+        return iter(self._by_storage.values())
+
+    def __len__(self) -> int:
+        return len(self._by_storage)
+
+    def add(self, tensor: torch.Tensor, *, name: str = "", place: str = "") -> ExpertTensor | None:
+        """Takes a tensor in if it is indexed by expert; returns its entry, else None.
+
+        Raises NotExpertMajor for a tensor that is, but cannot be moved expert by expert.
+        """
+        if tensor.dim() == 0 or tensor.shape[0] != self.experts or tensor.numel() == 0:
+            return None
+        if tensor.stride(0) == 0:
+            return None  # one value for every expert: right for any row
+        if record_bytes(tensor) > tensor.stride(0) * tensor.element_size():
+            raise NotExpertMajor(
+                f"{name or place} of shape {tuple(tensor.shape)} and stride {tensor.stride()} "
+                "does not keep each expert's values together"
+            )
+        entry = self._by_storage.setdefault(storage_key(tensor), ExpertTensor(tensor))
+        if name:
+            entry.names.append(name)
+        if place:
+            entry.places.append(place)
+        return entry
+
+    def find(self, tensor: torch.Tensor) -> ExpertTensor | None:
+        return self._by_storage.get(storage_key(tensor))
+
+
+def storage_key(tensor: torch.Tensor) -> tuple:
+    """Equal for two tensor objects that are the same view of the same memory."""
+    return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def reachable_tensors(root: Any, place: str, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors held by an object's fields, down to `depth` objects, with their dotted place.
+
+    Walks dataclasses, plain objects, lists, tuples and dicts; not modules, not callables.
+    """
+    if isinstance(root, torch.Tensor):
+        yield place, root
+        return
+    if depth == 0 or root is None or isinstance(root, (str, bytes, int, float, type, torch.nn.Module)):
+        return
+    for name, value in _children(root):
+        yield from reachable_tensors(value, f"{place}.{name}", depth - 1)
+
+
+def _children(root: Any) -> Iterator[tuple[str, Any]]:
+    if is_dataclass(root):
+        yield from ((f.name, getattr(root, f.name, None)) for f in fields(root))
+    elif isinstance(root, dict):
+        yield from ((str(key), value) for key, value in root.items())
+    elif isinstance(root, (list, tuple)):
+        yield from ((str(index), value) for index, value in enumerate(root))
+    elif hasattr(root, "__dict__") and not callable(root):
+        yield from list(vars(root).items())

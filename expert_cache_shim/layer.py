@@ -1,0 +1,270 @@
+"""One armed layer: what runs in front of vLLM's own kernel, and what that kernel sees.
+
+vLLM's module, its config objects and its kernel are never changed. The kernel runs on a *view*
+of the layer whose expert tensors are the device tensors, through a copy of the quant method
+whose kernel and quantisation config hold device tensors too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import policy, vllm_compat
+from .discovery import ExpertTensors
+from .native import Gather, Library, Manage
+from .settings import Settings
+from .storage import Storage
+
+logger = logging.getLogger("vllm.expert_cache")
+
+# enum ExpertCacheMode and ExpertCacheIdType of hip/expert_cache.h
+ROWS, SCRATCH, SKIP = 0, 1, 2
+ID_TYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2}
+MAX_IDS = 65536
+STATE_HEADER = 8
+
+
+class LayerView:
+    """The layer as the kernel sees it: some tensors by other values, all else the layer's."""
+
+    def __init__(self, layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_tensors", tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        tensors = object.__getattribute__(self, "_tensors")
+        if name in tensors:
+            return tensors[name]
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._tensors:
+            raise AttributeError(f"{name} belongs to the expert cache while a step runs")
+        setattr(self._layer, name, value)
+
+    @property  # isinstance() asks for the class
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(object.__getattribute__(self, "_layer"))
+
+
+class KernelView:
+    """A quant method bound to device tensors, and the layer view that goes with it."""
+
+    def __init__(
+        self, layer: torch.nn.Module, method: Any, tensors: ExpertTensors,
+        rows: dict[int, torch.Tensor],
+    ) -> None:  # fmt: skip
+        """rows: for each ExpertTensor, by id(), the device tensor that stands for it."""
+        names = {name: rows[id(entry)] for entry in tensors for name in entry.names}
+        self.layer = LayerView(layer, names)
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            entry = tensors.find(tensor)
+            return tensor if entry is None else rows[id(entry)]
+
+        self.method = copy_method(method, replace)
+        self.apply: Callable[..., Any] = self.method.apply
+
+
+def copy_method(method: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A quant method that shares everything with `method` but its expert tensors.
+
+    The chain method -> kernel -> impl -> fused experts -> quantisation config -> descriptors is
+    copied link by link; every other object stays shared.
+    """
+    view = shallow_copy(method)
+    vars(view).pop("apply", None)
+    for name, value in vars(method).items():
+        if isinstance(value, types.MethodType) and value.__self__ is method:
+            # CustomOp keeps a bound forward; it must run on the copy's kernel.
+            vars(view)[name] = types.MethodType(value.__func__, view)
+        elif isinstance(value, torch.Tensor):
+            vars(view)[name] = replace(value)
+    config = getattr(method, "moe_quant_config", None)
+    if config is not None:
+        vars(view)["moe_quant_config"] = _copy_config(config, replace)
+    kernel = vllm_compat.moe_kernel(method)
+    if kernel is not None:
+        vars(view)["moe_kernel"] = _copy_kernel(kernel, replace)
+    return view
+
+
+def shallow_copy(original: Any) -> Any:
+    """Like copy.copy, without running constructors or __reduce__ of vLLM's classes."""
+    new = object.__new__(type(original))
+    vars(new).update(vars(original))
+    return new
+
+
+def _copy_kernel(kernel: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    experts = shallow_copy(vllm_compat.fused_experts(kernel))
+    for name, value in vars(experts).items():
+        if isinstance(value, torch.Tensor):
+            vars(experts)[name] = replace(value)
+    if getattr(experts, "quant_config", None) is not None:
+        experts.quant_config = _copy_config(experts.quant_config, replace)
+    view = shallow_copy(kernel)
+    holder = view
+    if hasattr(kernel, "impl"):
+        holder = view.impl = shallow_copy(kernel.impl)
+    holder.fused_experts = experts
+    return view
+
+
+def _copy_config(config: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A quantisation config with copied descriptors; the original may be a shared singleton."""
+    view = copy.copy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, torch.Tensor):
+            vars(view)[name] = replace(value)
+        elif any(isinstance(inner, torch.Tensor) for inner in getattr(value, "__dict__", {}).values()):
+            descriptor = vars(view)[name] = copy.copy(value)
+            for field, inner in vars(value).items():
+                if isinstance(inner, torch.Tensor):
+                    vars(descriptor)[field] = replace(inner)
+    return view
+
+
+class ExpertCache:
+    """The device side of one layer: state, counters, tables, and the two launches."""
+
+    def __init__(
+        self, library: Library, storage: Storage, experts: int, slots: int, settings: Settings,
+        mirror: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """mirror: int64 [8] in memory that the device can store to; manage keeps a copy of the
+        counters there."""
+        self.library = library
+        self.storage = storage
+        self.experts = experts
+        self.slots = slots
+        self.policy_name = settings.policy
+        self._mirror = mirror
+        self.device = storage.placements[0].slots.device
+        self.state = torch.zeros(
+            STATE_HEADER + 8 * experts, dtype=torch.int32, device=self.device
+        )
+        self.counters = torch.zeros(8, dtype=torch.int64, device=self.device)
+        self._tables = {ROWS: storage.table(scratch=False)}
+        if storage.kind == "plain" and storage.has_scratch:
+            self._tables[SCRATCH] = storage.table(scratch=True)
+        self._manage = Manage(
+            state=self.state.data_ptr(), counters=self.counters.data_ptr(),
+            counters_mirror=None if mirror is None else mirror.ctypes.data,
+            experts=experts, slots=slots, policy=policy.policy_code(settings.policy),
+            decay=policy.decay_parameter(settings.policy, settings.half_life, settings.decay),
+        )  # fmt: skip
+        self._gathers = {
+            mode: Gather(
+                tensors=table.data_ptr(), state=self.state.data_ptr(),
+                tensor_count=len(storage.placements), experts=experts,
+                chunks=settings.chunks, lanes=settings.lanes, threads=0,
+            )
+            for mode, table in self._tables.items()
+        }  # fmt: skip
+        self.forget()
+
+    def forget(self) -> None:
+        """Empties the cache: no expert is resident, the counters stand at zero."""
+        self.state.zero_()
+        self.state[STATE_HEADER : STATE_HEADER + 2 * self.experts] = -1
+        self.counters.zero_()
+        if self._mirror is not None:
+            self._mirror[:] = 0
+
+    def mode(self, ids: torch.Tensor) -> int:
+        """How a step with these ids is served; decided from shapes alone, so that it captures."""
+        count = ids.numel()
+        if ids.dtype not in ID_TYPES or not 1 <= count <= MAX_IDS:
+            return SKIP
+        if self.storage.kind == "virtual" or min(self.experts, count) <= self.slots:
+            return ROWS
+        return SCRATCH if SCRATCH in self._tables else SKIP
+
+    def run(self, ids: torch.Tensor, mode: int) -> torch.Tensor:
+        """Makes every routed expert readable and returns the ids the kernel must use.
+
+        ids: `[tokens, top_k]` of int32, int64 or uint32, any strides. Returns a contiguous
+        tensor of the same shape and type: rows, or the ids themselves in mode SCRATCH.
+        Raises KernelError if a launch fails.
+        """
+        rows = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)
+        if ids.dim() != 2:
+            ids = ids.reshape(1, -1)
+        args = self._manage
+        args.ids, args.row_ids, args.mode = ids.data_ptr(), rows.data_ptr(), mode
+        args.id_rows, args.id_columns = ids.shape
+        args.id_row_stride, args.id_column_stride = ids.stride()
+        args.id_type = ID_TYPES[ids.dtype]
+        stream = self._stream()
+        self.library.manage(args, stream)
+        self.library.gather(self._gathers[mode], stream)
+        return rows
+
+    def note_read_through(self) -> None:
+        """Counts a step that vLLM's own path serves."""
+        args = self._manage
+        state = self.state.data_ptr()
+        args.ids, args.row_ids, args.mode = state, state, SKIP
+        args.id_rows = args.id_columns = args.id_row_stride = args.id_column_stride = 1
+        args.id_type = ID_TYPES[torch.int32]
+        self.library.manage(args, self._stream())
+
+    def _stream(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+
+class ArmedLayer:
+    """A layer whose quant method runs through the cache."""
+
+    def __init__(
+        self, name: str, layer: torch.nn.Module, tensors: ExpertTensors, cache: ExpertCache
+    ) -> None:
+        self.name = name
+        self.cache = cache
+        self.record_bytes = sum(entry.nbytes for entry in tensors)
+        self._layer = layer
+        self._original = layer.quant_method.apply
+        self._signature = inspect.signature(self._original)
+        placements = cache.storage.placements
+        views = {ROWS: {id(p.source): p.slots for p in placements}}
+        if cache.storage.has_scratch:
+            views[SCRATCH] = {id(p.source): p.scratch for p in placements}
+        method = layer.quant_method
+        self._views = {m: KernelView(layer, method, tensors, rows) for m, rows in views.items()}
+
+    def install(self) -> None:
+        """Puts the cache in front of this instance's `apply`. No class is touched."""
+        self._layer.quant_method.apply = self.apply
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's `apply`: 0.21 has no `shared_experts`; all of it is passed on by name."""
+        if args or kwargs.get("layer") is not self._layer:
+            return self._apply_positional(args, kwargs)
+        ids = kwargs["topk_ids"]
+        mode = self.cache.mode(ids)
+        if mode == SKIP:
+            if ids.numel():
+                self.cache.note_read_through()
+            return self._original(**kwargs)
+        view = self._views[mode]
+        kwargs["topk_ids"] = self.cache.run(ids, mode)
+        kwargs["layer"] = view.layer
+        return view.apply(**kwargs)
+
+    def _apply_positional(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A caller that does not use names, or a method shared with a layer not armed here."""
+        bound = self._signature.bind(*args, **kwargs).arguments
+        if bound.get("layer") is not self._layer:
+            return self._original(*args, **kwargs)
+        return self.apply(**bound)

@@ -1,0 +1,235 @@
+"""Device memory for the records of one layer: `virtual` and `plain` rows.
+
+`virtual`: every large tensor gets a tensor of the layer's full shape `[E, ...]`. Its first rows
+are the layer's own memory (slots), the rest is memory that all layers of that shape map at the
+same place (overflow rows). Small tensors get a private tensor of full shape.
+
+`plain`: ordinary tensors of `S` rows, and one scratch of `E` rows shared by all layers of a
+shape, for steps that need more experts than there are slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .discovery import ExpertTensor, ExpertTensors
+from .native import Library, Tensor as TableEntry
+
+# Below this many bytes a record is not worth a page of its own: its tensor is not aliased.
+ALIAS_FROM = 64 * 1024
+
+
+class StorageError(RuntimeError):
+    """Device memory of this kind cannot be had here; the text says why."""
+
+
+@dataclass
+class Placement:
+    """Where one per-expert tensor lives on the device.
+
+    slots: `[S, ...]` or `[E, ...]`, the layer's own records in its first S rows.
+    scratch: `[E, ...]` shared with other layers, only in `plain` storage.
+    """
+
+    source: ExpertTensor
+    slots: torch.Tensor
+    scratch: torch.Tensor | None = None
+
+
+@dataclass
+class Storage:
+    """The placements of a layer. `private` and `shared` are bytes of device memory; `shared`
+    counts only what this layer was the first to need."""
+
+    kind: str
+    placements: list[Placement]
+    private: int = 0
+    shared: int = 0
+
+    @property
+    def has_scratch(self) -> bool:
+        return all(placement.scratch is not None for placement in self.placements)
+
+    def table(self, scratch: bool) -> torch.Tensor:
+        """The gather kernel's table as a device tensor of bytes. `scratch`: rows are those of
+        the scratch, else they are the slots' tensors."""
+        entries = (TableEntry * len(self.placements))()
+        for entry, place in zip(entries, self.placements):
+            rows = place.scratch if scratch else place.slots
+            entry.source = place.source.tensor.data_ptr()
+            entry.slots = place.slots.data_ptr()
+            entry.rows = rows.data_ptr()
+            entry.bytes = place.source.nbytes
+            entry.stride = place.source.stride
+        host = torch.frombuffer(bytearray(entries), dtype=torch.uint8)
+        return host.to(self.placements[0].slots.device)
+
+
+class Memory:
+    """Physical device memory; freed with the last object that refers to it."""
+
+    def __init__(self, library: Library, device: int, size: int) -> None:
+        self.handle = library.create_memory(device, size)
+        self.size = size
+        weakref.finalize(self, library.free_memory, self.handle)
+
+
+class _Mapped:
+    """An address range as an array that torch can view; unmapped with its last tensor."""
+
+    def __init__(self, library: Library, device: int, memories: list[Memory]) -> None:
+        handle, self.address = library.create_range(device, [m.handle for m in memories])
+        self.size = sum(memory.size for memory in memories)
+        # The memories ride along as an argument, so that they are freed after the range.
+        weakref.finalize(self, _unmap, library, handle, memories)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,), "typestr": "|u1", "data": (self.address, False),
+            "version": 3, "strides": None,
+        }  # fmt: skip
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """The range as uint8 `[bytes]`, keeping it mapped for as long as the tensor lives."""
+        if device.type == "cuda":
+            return torch.as_tensor(self, device=device)
+        array = (ctypes.c_uint8 * self.size).from_address(self.address)
+        array.mapped = self
+        return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _unmap(library: Library, handle: int, memories: list[Memory]) -> None:
+    library.free_range(handle)
+    memories.clear()
+
+
+class Allocator:
+    """Makes the storage of layers on one device; shares memory between layers of one shape."""
+
+    def __init__(self, library: Library, device: torch.device) -> None:
+        self.library = library
+        self.device = device
+        self.index = device.index or 0
+        self._shared: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+    def prove_virtual(self) -> None:
+        """Shows that aliasing works here, or raises StorageError.
+
+        Two ranges with private first parts over one shared second part: a pattern written
+        through one is read through the other, and the private parts stay apart.
+        """
+        try:
+            size = self.library.granularity(self.index)
+            shared = Memory(self.library, self.index, size)
+            first, second = (
+                _Mapped(
+                    self.library, self.index, [Memory(self.library, self.index, size), shared]
+                ).tensor(self.device)
+                for _ in range(2)
+            )
+        except Exception as error:
+            raise StorageError(f"no virtual memory management here: {error}") from None
+        first[:size], second[:size] = 1, 2
+        first[size:] = 3
+        expected = ((first[:size], 1), (second[:size], 2), (second[size:], 3))
+        if not all(bool((part == value).all()) for part, value in expected):
+            raise StorageError("aliased memory does not read back what was written to it")
+
+    def virtual(self, tensors: ExpertTensors, slots: int) -> Storage:
+        """Full-size tensors of which the first `slots` rows are private."""
+        granularity = self.library.granularity(self.index)
+        storage = Storage("virtual", [])
+        ordinals: dict[tuple, int] = {}
+        for source in tensors:
+            if source.nbytes < min(ALIAS_FROM, granularity):
+                rows = _new_rows(source, tensors.experts, self.device)
+                storage.private += source.stride * tensors.experts
+            else:
+                rows = self._aliased(source, tensors.experts, slots, granularity, ordinals, storage)
+            storage.placements.append(Placement(source, rows))
+        return storage
+
+    def _aliased(
+        self, source: ExpertTensor, experts: int, slots: int, granularity: int,
+        ordinals: dict[tuple, int], storage: Storage,
+    ) -> torch.Tensor:  # fmt: skip
+        total = _round_up((experts - 1) * source.stride + source.nbytes, granularity)
+        private = min(total, _round_up(slots * source.stride, granularity))
+        memories = [Memory(self.library, self.index, private)]
+        storage.private += private
+        if total > private:
+            # Two tensors of one layer are read at the same time and must not share rows.
+            key = (private, total)
+            ordinals[key] = ordinals.get(key, -1) + 1
+            memories.append(self._share((*key, ordinals[key]), total - private, storage))
+        flat = _Mapped(self.library, self.index, memories).tensor(self.device)
+        return _view_like(flat, source.tensor)
+
+    def _share(self, key: tuple, size: int, storage: Storage) -> Memory:
+        memory = self._shared.get(key)
+        if memory is None:
+            memory = self._shared[key] = Memory(self.library, self.index, size)
+            storage.shared += size
+        return memory
+
+    def plain(self, tensors: ExpertTensors, slots: int, scratch: bool) -> Storage:
+        """Tensors of `slots` rows, and where `scratch` is set the shared tensors of E rows."""
+        storage = Storage("plain", [])
+        ordinals: dict[tuple, int] = {}
+        for source in tensors:
+            own = _new_rows(source, slots, self.device)
+            storage.private += slots * source.stride
+            shared = self._scratch(source, ordinals, storage) if scratch else None
+            storage.placements.append(Placement(source, own, shared))
+        return storage
+
+    def _scratch(
+        self, source: ExpertTensor, ordinals: dict[tuple, int], storage: Storage
+    ) -> torch.Tensor:
+        key = (tuple(source.tensor.shape), source.tensor.stride(), source.tensor.dtype)
+        ordinals[key] = ordinals.get(key, -1) + 1
+        key = (*key, ordinals[key])
+        rows = self._shared.get(key)
+        if rows is None:
+            experts = source.tensor.shape[0]
+            rows = self._shared[key] = _new_rows(source, experts, self.device)
+            storage.shared += experts * source.stride
+        return rows
+
+
+def _round_up(size: int, granularity: int) -> int:
+    return -(-size // granularity) * granularity
+
+
+def _view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """uint8 memory as a tensor of another's shape, strides and type."""
+    whole = flat[: flat.numel() // like.element_size() * like.element_size()].view(like.dtype)
+    return _with_attributes(whole.as_strided(like.shape, like.stride()), like)
+
+
+def _new_rows(source: ExpertTensor, rows: int, device: torch.device) -> torch.Tensor:
+    """A tensor of `rows` records in the source's layout.
+
+    A small one starts as a copy: a kernel may look at the scale of an expert that no token is
+    routed to, and must find a number there.
+    """
+    tensor = source.tensor
+    shape = (rows, *tensor.shape[1:])
+    new = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if source.nbytes < ALIAS_FROM:
+        new.copy_(tensor.detach()[:rows])
+    return _with_attributes(new, tensor)
+
+
+def _with_attributes(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Marks that kernels read off a weight (AITER's `is_shuffled`); not vLLM's offload flag,
+    which would call a device tensor host memory."""
+    if getattr(like, "is_shuffled", False):
+        rows.is_shuffled = True
+    return rows

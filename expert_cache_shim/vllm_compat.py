@@ -1,0 +1,209 @@
+"""Every fact about vLLM's insides that the shim relies on, with the versions it was seen in.
+
+Read from the sources of vLLM 0.21.0, 0.23.0, 0.25.1, 0.28.0, 0.30.0, 0.32.0 (CPU build, also
+run) and 0.33.0. A name that is missing in the running version makes a question answer "no",
+never an exception: a newer vLLM is served as far as its parts can be recognised.
+
+What is rebound, and when that can go:
+
+| what | why | how | until |
+| --- | --- | --- | --- |
+| `model_loader.utils.process_weights_after_loading` and every module that imported it by name | the one call after which all weights and kernels of a model are final | wrapped; the original runs first | vLLM has a post-load plugin hook |
+| `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
+| `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
+| `Worker.execute_model` | a cache that is armed and never called must be reported | wrapped for the first calls, then taken off | same |
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# --- Where weights become final -------------------------------------------------------------
+
+# 0.21-0.33: `(model, model_config, target_device) -> None`, called positionally, once a model.
+LOADED = "process_weights_after_loading"
+LOADED_SOURCE = "vllm.model_executor.model_loader.utils"
+# Modules that do `from .utils import process_weights_after_loading`. gguf_loader: 0.21-0.23;
+# ipc_loader: 0.30-0.33. Others are found by the sweep over sys.modules.
+LOADED_HOLDERS = (
+    "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.model_loader.gguf_loader",
+    "vllm.model_executor.model_loader.weight_cache.ipc_loader",
+)
+# 0.30-0.33: a process that only holds weights for others. It must not arm.
+LOADED_NOT_SERVING = "vllm.model_executor.model_loader.weight_cache.daemon"
+
+# --- The worker (all versions: V1 engine) ---------------------------------------------------
+
+WORKER_MODULES = {
+    "vllm.v1.worker.gpu_worker": "Worker",
+    "vllm.v1.worker.cpu_worker": "CPUWorker",
+}
+WARM_UP = "compile_or_warm_up_model"
+EXECUTE = "execute_model"
+
+# --- Layers ---------------------------------------------------------------------------------
+
+
+def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules that own expert weights: FusedMoE (0.21-0.23), RoutedExperts (0.25-0.33).
+
+    Recognised by what they own, not by class: a `quant_method` and `w13_*` tensors.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "quant_method", None) is None:
+            continue
+        tensors = list(vars(module)) + list(module._parameters) + list(module._buffers)
+        if any(t.startswith("w13_") for t in tensors):
+            yield name, module
+
+
+def is_monolithic(method: Any) -> bool:
+    """`is_monolithic` is a property of every fused MoE method (0.21-0.33); true after loading
+    when the kernel routes by itself, so that there are no routing ids to rewrite."""
+    return bool(getattr(method, "is_monolithic", False))
+
+
+def expert_map(layer: Any) -> Any:
+    """The global-to-local map under expert parallelism, else None (0.21-0.33)."""
+    return getattr(layer, "expert_map", None)
+
+
+def is_lora_enabled(layer: Any) -> bool:
+    """0.21-0.33: FusedMoEConfig.is_lora_enabled. LoRA's kernels index by expert id."""
+    return bool(getattr(_moe_config(layer), "is_lora_enabled", False))
+
+
+def is_eplb_enabled(layer: Any) -> bool:
+    """0.21-0.23: layer.enable_eplb; 0.25-0.33: FusedMoEParallelConfig.enable_eplb."""
+    return bool(
+        getattr(layer, "enable_eplb", False)
+        or getattr(_parallel_config(layer), "enable_eplb", False)
+    )
+
+
+def data_parallel_size(layer: Any) -> int:
+    return int(getattr(_parallel_config(layer), "dp_size", 1) or 1)
+
+
+def _moe_config(layer: Any) -> Any:
+    return getattr(layer, "moe_config", None)
+
+
+def _parallel_config(layer: Any) -> Any:
+    config = _moe_config(layer)
+    found = getattr(config, "moe_parallel_config", None)
+    return found if found is not None else getattr(layer, "moe_parallel_config", None)
+
+
+# --- Kernels --------------------------------------------------------------------------------
+
+# 0.21-0.33. Any other form moves topk_ids between ranks after apply, where the rows of
+# different ranks would mix.
+LOCAL_PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoDPEPModular"
+
+# Experts classes that take weights of S rows while the model has E experts: they read the
+# number of experts from the weights only. Read in source, 0.21-0.33; the CPU and Triton forms
+# were also run. `plain` storage serves these and refuses the rest.
+TAKE_FEWER_EXPERTS = frozenset(
+    {
+        "TritonExperts",
+        "TritonWNA16Experts",
+        "MarlinExperts",
+        "CPUUnquantizedExperts",
+        "X86CPUUnquantizedExperts",
+        "ArmCPUUnquantizedExperts",
+        "PowerCPUUnquantizedExperts",
+        "CPUExpertsFp8",
+        "CPUExpertsInt4",
+        "CPUExpertsInt8",
+    }
+)
+
+
+def moe_kernel(method: Any) -> Any:
+    """The built kernel, or None for a method that calls functions directly (0.21-0.33)."""
+    return getattr(method, "moe_kernel", None)
+
+
+def prepare_finalize(kernel: Any) -> Any:
+    return getattr(getattr(kernel, "impl", kernel), "prepare_finalize", None)
+
+
+def fused_experts(kernel: Any) -> Any:
+    """0.21-0.33: FusedMoEKernel.impl.fused_experts; before `impl` existed, on the kernel."""
+    return getattr(getattr(kernel, "impl", kernel), "fused_experts", None)
+
+
+def quant_configs(method: Any) -> list[Any]:
+    """The FusedMoEQuantConfig objects a method may read: the kernel's and its own."""
+    found = []
+    for config in (
+        getattr(fused_experts(moe_kernel(method)), "quant_config", None),
+        getattr(method, "moe_quant_config", None),
+    ):
+        if config is not None and not any(config is known for known in found):
+            found.append(config)
+    return found
+
+
+# --- Configuration --------------------------------------------------------------------------
+
+
+def is_draft_model(model_config: Any) -> bool:
+    """SpeculativeConfig builds the draft's ModelConfig with runner="draft" (0.21-0.33)."""
+    return getattr(model_config, "runner_type", None) == "draft"
+
+
+def model_name(model_config: Any) -> str:
+    return str(getattr(model_config, "model", None) or "model")
+
+
+def offloader_name() -> str:
+    """Class name of the global offloader: Noop-, UVA- or PrefetchOffloader (0.21-0.33)."""
+    module = _imported("vllm.model_executor.offloader.base")
+    return type(module.get_offloader()).__name__ if module else "NoopOffloader"
+
+
+def uses_ubatches() -> bool:
+    """Dual batch overlap: two forwards share a layer at once (0.21-0.33)."""
+    parallel = getattr(_current_config(), "parallel_config", None)
+    return bool(
+        getattr(parallel, "enable_dbo", False) or int(getattr(parallel, "ubatch_size", 0) or 0) > 1
+    )
+
+
+def compiles_on_cpu() -> bool:
+    """True where torch.compile traces through `apply`: on a CPU the runner calls the layer
+    directly, not through the opaque op `moe_forward` that other platforms use (0.25-0.33)."""
+    compilation = getattr(_current_config(), "compilation_config", None)
+    mode = getattr(compilation, "mode", None)
+    return mode is not None and int(mode) > 0 and not torch.cuda.is_available()
+
+
+def _current_config() -> Any:
+    """The VllmConfig in force: the worker sets it around load_model (0.21-0.33)."""
+    module = _imported("vllm.config.vllm") or _imported("vllm.config")
+    getter = getattr(module, "get_current_vllm_config_or_none", None)
+    if getter is not None:
+        return getter()
+    try:
+        return module.get_current_vllm_config() if module else None
+    except (AssertionError, AttributeError):
+        return None
+
+
+def _imported(name: str) -> Any:
+    """A vLLM module only if vLLM has imported it: importing one here could close a circle."""
+    return sys.modules.get(name)
+
+
+def version() -> str:
+    """vLLM's version. A CPU build may be distributed under another name than "vllm"."""
+    module = sys.modules.get("vllm.version") or importlib.import_module("vllm.version")
+    return str(getattr(module, "__version__", "unknown"))
