@@ -1,0 +1,238 @@
+"""Replacement policies: their names and codes, and the numpy reference of the `manage` kernel.
+
+`docs/kernels.md` is the specification of both. `Reference` and the kernel are independent
+implementations of it, compared field by field in `tests/kernels/`; `Reference` also replays
+recorded routing to count misses.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Values of ExpertCachePolicy, ExpertCacheMode and ExpertCacheCounter in hip/expert_cache.h.
+CODES = {"lrfu": 0, "lru": 1, "lfu": 2, "fifo": 3, "slru": 4}
+MODES = {"rows": 0, "scratch": 1, "skip": 2}
+COUNTERS = (
+    "steps",
+    "hits",
+    "misses",
+    "overflow",
+    "evictions",
+    "ids",
+    "idle",
+    "read_through",
+)
+
+MAX_EXPERTS = 1024
+MAX_IDS = 65536
+MAX_AGE = 2**20 - 1
+LRFU_GAIN = 65536  # what one routed step adds to a score: 1.0 in 16.16 fixed point
+UINT32 = 2**32
+
+DEFAULT_HALF_LIFE = 24.0
+DEFAULT_HALVING_STEPS = 64
+
+
+def decay_parameter(
+    policy: str,
+    half_life: float = DEFAULT_HALF_LIFE,
+    halving_steps: int = DEFAULT_HALVING_STEPS,
+) -> int:
+    """The kernel's `decay` argument for a policy.
+
+    `lrfu`: the multiplier, in 1/65536, that halves a score in `half_life` layer-steps.
+    `lfu`: `halving_steps` itself, the layer-steps between two halvings of every count.
+    Other policies do not decay: 0. Raises ValueError on a value outside what the kernel takes.
+    """
+    if policy not in CODES:
+        raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(CODES)}")
+    if policy == "lrfu":
+        if not half_life > 0:
+            raise ValueError(f"half-life is {half_life} steps; it must be above 0")
+        multiplier = round(65536 * 0.5 ** (1 / half_life))
+        if not 1 <= multiplier <= 65535:
+            raise ValueError(f"half-life is {half_life} steps; it must be from 0.0625 to 90000")
+        return multiplier
+    if policy == "lfu":
+        if not 1 <= halving_steps < UINT32:
+            raise ValueError(f"decay is {halving_steps} steps; it must be from 1 to 4294967295")
+        return halving_steps
+    return 0
+
+
+class Reference:
+    """The state of one layer, and what `manage` does to it.
+
+    Fields, as in `docs/kernels.md`: `step_number` (the field `step`, an int below 2**32),
+    `copies` [n, 4] int32, `row_of` [experts] int32, `expert_at` [experts] int32, `score`
+    [experts] uint32, `last` [experts] uint32; and `counters`, a dict by the names in COUNTERS.
+    """
+
+    def __init__(
+        self, experts: int, slots: int, policy: str = "lrfu", decay: int | None = None
+    ) -> None:
+        if not 2 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"experts is {experts}; it must be from 2 to {MAX_EXPERTS}")
+        if not 1 <= slots < experts:
+            raise ValueError(f"slots is {slots}; it must be from 1 to {experts - 1}")
+        self.experts = experts
+        self.slots = slots
+        self.policy = policy
+        self.decay = decay_parameter(policy) if decay is None else decay
+        self._update_scores = {
+            "lrfu": self._score_lrfu,
+            "lru": self._score_lru,
+            "lfu": self._score_lfu,
+            "fifo": self._score_fifo,
+            "slru": self._score_slru,
+        }[policy]
+        self.step_number = 0
+        self.copies = np.empty((0, 4), np.int32)
+        self.row_of = np.full(experts, -1, np.int32)
+        self.expert_at = np.full(experts, -1, np.int32)
+        self.score = np.zeros(experts, np.uint32)
+        self.last = np.zeros(experts, np.uint32)
+        self.counters = dict.fromkeys(COUNTERS, 0)
+
+    def step(self, ids: np.ndarray, mode: str = "rows") -> np.ndarray | None:
+        """One layer-step over routing ids of any shape and integer type.
+
+        Returns the row ids, of the shape and type of `ids`; None in mode `skip`, which
+        writes none.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        self._forget_overflow_rows()
+        self.copies = np.empty((0, 4), np.int32)
+        if mode == "skip":
+            self.counters["read_through"] += 1
+            return None
+
+        ids = np.asarray(ids)
+        valid = (ids >= 0) & (ids < self.experts)
+        routed = np.zeros(self.experts, bool)
+        routed[ids[valid]] = True
+        if not routed.any():
+            self.counters["idle"] += 1
+            return ids.copy()
+
+        self.step_number = (self.step_number + 1) % UINT32
+        hit = routed & (self.row_of >= 0)
+        misses = np.flatnonzero(routed & (self.row_of < 0))
+        self._update_scores(routed, hit)
+
+        available = self._available_slots(routed)
+        admitted = self._best(misses, len(available))
+        evictions = self._fill(admitted, available[: len(admitted)])
+        refused = misses[self.row_of[misses] < 0]
+        if mode == "rows":
+            self._lay_in_overflow_rows(refused)
+            self.copies = self._copies_to_rows(misses)
+        else:
+            self.copies = self._copies_to_scratch(np.flatnonzero(routed), hit)
+
+        self._count(
+            steps=1,
+            hits=np.count_nonzero(hit),
+            misses=len(misses),
+            overflow=len(refused),
+            evictions=evictions,
+            ids=np.count_nonzero(valid),
+        )
+        row_ids = ids.copy()
+        if mode == "rows":
+            row_ids[valid] = self.row_of[ids[valid]]
+        return row_ids
+
+    def _forget_overflow_rows(self) -> None:
+        self.row_of[self.row_of >= self.slots] = -1
+        self.expert_at[self.slots :] = -1
+
+    def _count(self, **increments: int) -> None:
+        for name, increment in increments.items():
+            self.counters[name] += int(increment)
+
+    # Scores: one function a policy, run before any eviction. `last` of a routed expert is the
+    # present step; a score's meaning is the policy's own.
+
+    def _score_lrfu(self, routed: np.ndarray, hit: np.ndarray) -> None:
+        """LRFU (Lee et al., IEEE Trans. Computers 50(12), 2001) in 16.16 fixed point."""
+        score = (self.score.astype(np.uint64) * np.uint64(self.decay)) >> np.uint64(16)
+        score[routed] += np.uint64(LRFU_GAIN)
+        self.score = score.astype(np.uint32)
+        self.last[routed] = self.step_number
+
+    def _score_lru(self, routed: np.ndarray, hit: np.ndarray) -> None:
+        self.last[routed] = self.step_number
+
+    def _score_lfu(self, routed: np.ndarray, hit: np.ndarray) -> None:
+        if self.step_number % self.decay == 0:
+            self.score >>= 1
+        self.score[hit & (self.score < UINT32 - 1)] += 1
+        self.last[routed] = self.step_number
+
+    def _score_fifo(self, routed: np.ndarray, hit: np.ndarray) -> None:
+        """A hit changes nothing: `last` is the step of the admission."""
+
+    def _score_slru(self, routed: np.ndarray, hit: np.ndarray) -> None:
+        """Segmented LRU: score 1 is the protected segment, at most 80 % of the slots."""
+        self.score[hit] = 1
+        self.last[hit] = self.step_number
+        residents = self.expert_at[self._victim_order()]
+        protected = residents[self.score[residents] == 1]
+        demoted = protected[: max(0, len(protected) - 4 * self.slots // 5)]
+        self.score[demoted] = 0
+        self.last[demoted] = self.step_number
+
+    def _victim_order(self) -> np.ndarray:
+        """Occupied slots: lower score first, then greater age, then lower slot."""
+        slots = np.flatnonzero(self.expert_at[: self.slots] >= 0)
+        residents = self.expert_at[slots]
+        age = (self.step_number - self.last[residents].astype(np.int64)) % UINT32
+        age = np.minimum(age, MAX_AGE)
+        return slots[np.lexsort((slots, -age, self.score[residents]))]
+
+    def _available_slots(self, routed: np.ndarray) -> np.ndarray:
+        """Empty slots by number, then slots of experts that are not routed, best victim first."""
+        empty = np.flatnonzero(self.expert_at[: self.slots] < 0)
+        occupied = self._victim_order()
+        return np.concatenate((empty, occupied[~routed[self.expert_at[occupied]]]))
+
+    def _best(self, misses: np.ndarray, room: int) -> np.ndarray:
+        """The at most `room` misses of highest score (then lowest number), in expert order."""
+        by_rank = np.lexsort((misses, -self.score[misses].astype(np.int64)))
+        return np.sort(misses[by_rank[:room]])
+
+    def _fill(self, admitted: np.ndarray, slots: np.ndarray) -> int:
+        """Put the i-th admitted expert in the i-th slot; the number of experts evicted."""
+        victims = self.expert_at[slots]
+        victims = victims[victims >= 0]
+        self.row_of[victims] = -1
+        self.row_of[admitted] = slots
+        self.expert_at[slots] = admitted
+        if self.policy in ("lfu", "slru"):
+            self.score[victims] = 0
+            self.score[admitted] = 1 if self.policy == "lfu" else 0
+        if self.policy in ("fifo", "slru"):
+            self.last[admitted] = self.step_number
+        return len(victims)
+
+    def _lay_in_overflow_rows(self, refused: np.ndarray) -> None:
+        rows = self.slots + np.arange(len(refused))
+        self.row_of[refused] = rows
+        self.expert_at[rows] = refused
+
+    def _copies_to_rows(self, misses: np.ndarray) -> np.ndarray:
+        copies = np.full((len(misses), 4), -1, np.int32)
+        copies[:, 0] = misses
+        copies[:, 2] = self.row_of[misses]
+        return copies
+
+    def _copies_to_scratch(self, routed: np.ndarray, hit: np.ndarray) -> np.ndarray:
+        resident_before = hit[routed]
+        row = self.row_of[routed]
+        copies = np.full((len(routed), 4), -1, np.int32)
+        copies[:, 0] = copies[:, 2] = routed
+        copies[:, 1] = np.where(resident_before, row, -1)
+        copies[:, 3] = np.where(resident_before, -1, row)
+        return copies
