@@ -51,15 +51,15 @@ as_words() {
   tr -s ',; \t\n' ' ' <<<"$1" | sed 's/^ //; s/ $//'
 }
 
-# The source is named relative to its own folder and the result is moved into place, so no path
-# reaches the object and a process that has the old library mapped keeps it whole.
-compile() {
+# Runs a command that takes `-o FILE` in the source's folder and moves the file into place. So no
+# path reaches the object, and a process that has the old library mapped keeps it whole.
+make_out() {
   local part
   mkdir -p "$(dirname "$out")"
   part=$(mktemp "$out.XXXXXX")
   # shellcheck disable=SC2064  # the name is wanted as it is now
-  trap "rm -f '$part'" EXIT
-  (cd "$here" && "$@" "$source_name" -o "$part")
+  trap "rm -f '$part' '$part.o'" EXIT
+  (cd "$here" && "$@" "$part")
   chmod 0755 "$part"
   mv -f "$part" "$out"
 }
@@ -69,8 +69,8 @@ build_host() {
   require_command_in CXX
   compiler=$(first_runnable "${CXX:-}" g++ clang++ clang++-19) ||
     fail "no C++ compiler; Debian's package g++ brings one"
-  compile "$compiler" -O2 -g -std=c++17 -Wall -Wextra -fPIC -shared -fvisibility=hidden \
-    -x c++ "${extra_flags[@]}"
+  make_out "$compiler" -O2 -g -std=c++17 -Wall -Wextra -fPIC -shared -fvisibility=hidden \
+    "${extra_flags[@]}" -x c++ "$source_name" -o
 }
 
 rocm_wheel_hipcc() {
@@ -78,10 +78,6 @@ rocm_wheel_hipcc() {
   python=$(first_runnable python3 python) || return 1
   purelib=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return 1
   first_runnable "$purelib"/_rocm_sdk_*/bin/hipcc
-}
-
-find_clang() {
-  first_runnable "${CLANG:-}" clang-19 /usr/lib/llvm-19/bin/clang
 }
 
 find_hipcc() {
@@ -104,17 +100,27 @@ build_hip_with_clang() {
   local clang=$1
   require_llvm_tool "$clang" lld lld-19
   require_llvm_tool "$clang" clang-offload-bundler clang-tools-19
-  compile "$clang" -x hip "${common_flags[@]}" -Wall -Wextra -Werror=date-time \
+  make_out "$clang" -x hip "${common_flags[@]}" -Wall -Wextra -Werror=date-time \
     -fPIC -shared -fvisibility=hidden -fuse-ld=lld -nogpuinc -nogpulib -no-hip-rt \
     -mcode-object-version=5 -fuse-cuid=none -ffile-prefix-map="$here"=hip \
-    -DEXPERT_CACHE_HIP_MINIMAL "${hip_arch_flags[@]}" "${extra_flags[@]}"
+    -DEXPERT_CACHE_HIP_MINIMAL "${hip_arch_flags[@]}" "${extra_flags[@]}" "$source_name" -o
 }
 
-# hipcc prefers nvcc where it sees one, hence HIP_PLATFORM.
+# hipcc prefers nvcc where it sees one, hence HIP_PLATFORM. When it links, it adds its own
+# libamdhip64 and a path to it; the object is an ordinary one, so the C compiler links it instead.
+compile_with_hipcc_and_link() {
+  local hipcc=$1 linker=$2 part=$3
+  HIP_PLATFORM=amd "$hipcc" -x hip "${common_flags[@]}" -fPIC -fvisibility=hidden \
+    "${hip_arch_flags[@]}" "${extra_flags[@]}" -c "$source_name" -o "$part.o"
+  "$linker" -shared "$part.o" -o "$part"
+  rm "$part.o"
+}
+
 build_hip_with_hipcc() {
-  local hipcc=$1
-  HIP_PLATFORM=amd compile "$hipcc" -x hip "${common_flags[@]}" -fPIC -shared \
-    -fvisibility=hidden -no-hip-rt "${hip_arch_flags[@]}" "${extra_flags[@]}"
+  local linker
+  linker=$(first_runnable cc gcc clang clang-19) ||
+    fail "no C compiler to link with; Debian's package gcc brings one"
+  make_out compile_with_hipcc_and_link "$1" "$linker"
 }
 
 build_hip() {
@@ -127,7 +133,7 @@ build_hip() {
     hip_arch_flags+=("--offload-arch=$arch")
   done
 
-  if [[ $with != hipcc ]] && compiler=$(find_clang); then
+  if [[ $with != hipcc ]] && compiler=$(first_runnable "${CLANG:-}" clang-19); then
     build_hip_with_clang "$compiler"
   elif [[ $with != clang ]] && compiler=$(find_hipcc); then
     build_hip_with_hipcc "$compiler"
@@ -174,9 +180,9 @@ build_cuda() {
   flags+=("-gencode=arch=compute_$number,code=compute_$number")
   flags+=("-DEXPERT_CACHE_ARCHITECTURES=\"${names}compute_$number\"")
 
-  compile "$nvcc" -x cu "${common_flags[@]}" -cudart static -shared \
+  make_out "$nvcc" -x cu "${common_flags[@]}" -cudart static -shared \
     -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xlinker --exclude-libs,ALL \
-    "${flags[@]}" "${extra_flags[@]}"
+    "${flags[@]}" "${extra_flags[@]}" "$source_name" -o
 }
 
 backend=${1:-}
