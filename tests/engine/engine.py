@@ -3,17 +3,23 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 from runner import MARK
+
+from expert_cache_shim.telemetry import Snapshot, read_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = Path(__file__).with_name("runner.py")
+
+MODELS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2")
 
 # Eight prompts of different length whose answers end one after the other, so that one run has
 # steps of eight tokens, of four, of two and of one: wider than the slots and narrower.
@@ -29,9 +35,7 @@ PROMPTS = (
 )
 MAX_TOKENS = (6, 8, 10, 12, 16, 20, 24, 32)
 
-COUNTERS = (
-    "steps", "hits", "misses", "overflow", "evictions", "ids", "idle", "read_through",
-)  # fmt: skip
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass(frozen=True)
@@ -59,74 +63,73 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one job left: its token ids or its error, and its part of the log."""
+    """What one job left: its result or its error, and its part of the log."""
 
-    model: str
     log: str
     result: dict
 
-    @property
-    def tokens(self) -> list[list[int]]:
-        assert "tokens" in self.result, f"{self.result.get('error')}\n{self.log[-6000:]}"
-        return self.result["tokens"]
+    def __getitem__(self, name: str) -> list:
+        """`tokens`: ids for each prompt. `methods`: class names of the experts' quant methods."""
+        assert name in self.result, f"{self.result.get('error')}\n{self.log[-6000:]}"
+        return self.result[name]
 
-    def log_lines(self, *words: str) -> list[str]:
-        """The log lines of the expert cache in which all words occur."""
-        return [
-            line
-            for line in self.log.splitlines()
-            if "expert cache" in line.lower() and all(word in line for word in words)
-        ]
+    def cache_lines(self) -> list[str]:
+        """The log lines that speak of the expert cache."""
+        return [line for line in self.log.splitlines() if "expert cache" in line.lower()]
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The counters of all layers of one model in one process, summed."""
-
-    pid: int
-    layers: list[dict]
-    steps: int
-    hits: int
-    misses: int
-    overflow: int
-    evictions: int
-    ids: int
-    idle: int
-    read_through: int
-
-
-def environment(shim: bool, snapshots: Path, cache: Path, **settings: str) -> dict[str, str]:
-    """The environment of an engine process, with nothing of ours inherited by accident."""
+def environment(cache_folder: Path, **settings: object) -> dict[str, str]:
+    """The environment of an engine process, with nothing of ours inherited or installed: the
+    cache is off unless `settings` come from `shim`."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("EXPERT_CACHE_", "VLLM_", "PYTHON"))
     }
-    engine = {
+    return {
+        **inherited,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CACHE_ROOT": str(cache),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # runner.py looks at the model
+        "VLLM_CACHE_ROOT": str(cache_folder),
+        "EXPERT_CACHE_DISABLE": "1",
+        **{name: str(value) for name, value in settings.items()},
     }
-    cached = {
-        "PYTHONPATH": str(ROOT),
-        "EXPERT_CACHE_ALLOW_CPU": "1",
-        "EXPERT_CACHE_SNAPSHOT": str(snapshots),
+
+
+def shim(snapshots: Path, **settings: object) -> dict[str, object]:
+    """What a user sets to serve a model through the cache on a CPU, for `environment`."""
+    return {
+        "PYTHONPATH": ROOT,
+        "EXPERT_CACHE_DISABLE": "",
+        "EXPERT_CACHE_ALLOW_CPU": 1,
+        "EXPERT_CACHE_SNAPSHOT": snapshots,
+        **{f"EXPERT_CACHE_{name.upper()}": value for name, value in settings.items()},
     }
-    return {**inherited, **engine, **(cached if shim else {}), **settings}
+
+
+def snapshots_of(folder: Path, model: str) -> list[Snapshot]:
+    """The counters that each process left which armed layers of this model."""
+    return [snapshot for snapshot in read_folder(folder) if snapshot.model == model]
+
+
+def total(snapshots: list[Snapshot], counter: str) -> int:
+    """The sum of one counter over processes and layers."""
+    return sum(snapshot.total(counter) for snapshot in snapshots)
 
 
 def stop(process: subprocess.Popen) -> None:
     """Ends a process started with a session of its own, and what it started."""
     for number in (signal.SIGINT, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                continue
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def run(jobs: list[Job], folder: Path, environment: dict[str, str]) -> list[Answer]:
@@ -141,40 +144,69 @@ def run(jobs: list[Job], folder: Path, environment: dict[str, str]) -> list[Answ
         )  # fmt: skip
         try:
             process.wait(600)
+        except subprocess.TimeoutExpired:
+            pass
         finally:
             stop(process)
+    text = log.read_text(errors="replace")
     found = json.loads(results.read_text()) if results.exists() else []
-    logs = log.read_text(errors="replace").split(MARK)[1:]
-    missing = {"error": f"the process ended with status {process.returncode}"}
-    found += [missing] * (len(jobs) - len(found))
-    logs += [log.read_text(errors="replace")] * (len(jobs) - len(logs))
-    return [Answer(job.model, *rest) for job, *rest in zip(jobs, logs, found)]
-
-
-def counters(snapshots: Path, model: str | None = None) -> list[Counters]:
-    """What each process that armed layers (of a model, by its path) counted."""
-    from expert_cache_shim.telemetry import read_folder
-
-    return [
-        Counters(snapshot.pid, snapshot.layers, *np.sum(snapshot.counters, axis=0).tolist())
-        for snapshot in read_folder(snapshots)
-        if model in (None, snapshot.model)
-    ]
+    found += [{"error": f"the process ended with status {process.returncode}"}] * len(jobs)
+    logs = text.split(MARK)[1:] + [text] * len(jobs)
+    return [Answer(log, result) for _, log, result in zip(jobs, logs, found)]
 
 
 class Server:
-    """`vllm serve` for one model, reached over HTTP."""
+    """`vllm serve` for one model, reached over HTTP; a context manager."""
 
-    def __init__(self, model: str, folder: Path, environment: dict[str, str], port: int):
+    def __init__(self, model: str, folder: Path, environment: dict[str, str]):
         folder.mkdir(parents=True, exist_ok=True)
-        self.url = f"http://127.0.0.1:{port}"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
         self.model = model
         self.log = folder / "log.txt"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model,
-                   "--port", str(port), "--enforce-eager", "--max-model-len", "256",
+                   "--port", str(self.port), "--enforce-eager", "--max-model-len", "256",
                    "--max-num-seqs", "8", "--dtype", "bfloat16", "--seed", "0"]  # fmt: skip
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
+
+    def __enter__(self) -> "Server":
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                self.get("/health")
+                return self
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.5)
+        stop(self.process)
+        raise AssertionError(f"no server:\n{self.log.read_text()[-6000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        stop(self.process)
+
+    def get(self, path: str, content: dict | None = None) -> bytes:
+        """GET, or POST where there is content; raises urllib.error.URLError."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(content).encode() if content else None,
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.read()
+
+    def complete(self, prompts: tuple[str, ...], max_tokens: int) -> list[list[int]]:
+        """Greedy token ids for each prompt, all in one request."""
+        content = {
+            "model": self.model,
+            "prompt": prompts,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        choices = json.loads(self.get("/v1/completions", content))["choices"]
+        return [choice["token_ids"] for choice in sorted(choices, key=lambda c: c["index"])]

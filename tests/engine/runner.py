@@ -18,8 +18,14 @@ from pathlib import Path
 MARK = "=== job "
 
 
-def serve(job: dict) -> list[list[int]]:
-    """Greedy token ids of vLLM, a list for each prompt."""
+def expert_methods(model) -> list[str]:
+    """Class names of the quant methods that serve routed experts."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return sorted({type(method).__name__ for method in methods if hasattr(method, "moe_kernel")})
+
+
+def serve(job: dict) -> dict:
+    """Greedy token ids of vLLM, a list for each prompt, and the experts' quant methods."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -32,13 +38,16 @@ def serve(job: dict) -> list[list[int]]:
             for limit in job["max_tokens"]
         ]
         outputs = llm.generate(job["prompts"], samplings, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "methods": llm.apply_model(expert_methods)[0],
+        }
     finally:
         del llm
         cleanup_dist_env_and_memory()
 
 
-def reference(job: dict) -> list[list[int]]:
+def reference(job: dict) -> dict:
     """Greedy token ids of transformers in float32, one prompt at a time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,18 +60,19 @@ def reference(job: dict) -> list[list[int]]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         output = model.generate(ids, max_new_tokens=limit, do_sample=False)
         answers.append(output[0, ids.shape[1] :].tolist())
-    return answers
+    return {"tokens": answers}
 
 
 def run(job: dict) -> dict:
+    before = dict(os.environ)
     os.environ.update(job["environment"])
     try:
-        return {"tokens": (reference if job["reference"] else serve)(job)}
+        return reference(job) if job["reference"] else serve(job)
     except Exception:
         return {"error": traceback.format_exc()}
     finally:
-        for name in job["environment"]:
-            del os.environ[name]
+        os.environ.clear()
+        os.environ.update(before)
         gc.collect()
 
 

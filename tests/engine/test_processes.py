@@ -1,0 +1,74 @@
+"""The cache where vLLM computes in processes of its own: workers, tensor parallelism, HTTP."""
+
+import os
+import signal
+import time
+
+import pytest
+from engine import IN_PROCESS, PROMPTS, Job, Server, run, shim, snapshots_of, total
+
+SLOTS = 16
+
+
+def test_a_worker_process_serves_the_same_tokens(folder, checkpoint, environment, stock):
+    model, snapshots = checkpoint("qwen3_moe"), folder / "worker-snapshots"
+    settings = shim(snapshots, slots=SLOTS)
+    (answer,) = run([Job(model)], folder / "worker", environment(**settings))
+
+    assert answer["tokens"] == stock["qwen3_moe"]["tokens"]
+    # One snapshot: of the processes that import vLLM, only the one with the model arms layers.
+    (snapshot,) = snapshots_of(snapshots, model)
+    assert all(snapshot.total(counter) > 0 for counter in ("steps", "hits", "misses", "overflow"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, checkpoint, environment):
+    """Answers without and with the cache of two ranks that share every layer."""
+    job = Job(checkpoint("qwen3_moe"), {"tensor_parallel_size": 2})
+    one_core_each = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    settings = shim(folder / "ranks-snapshots", slots=SLOTS)
+    return [
+        run([job], folder / name, environment(**one_core_each, **variables))[0]
+        for name, variables in (("stock-ranks", {}), ("ranks", settings))
+    ]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_two_ranks_serve_the_same_tokens_and_keep_the_same_cache(folder, checkpoint, two_ranks):
+    off, on = two_ranks
+    assert on["tokens"] == off["tokens"]
+
+    first, second = snapshots_of(folder / "ranks-snapshots", checkpoint("qwen3_moe"))
+    assert {first.rank, second.rank} == {0, 1}
+    assert first.pid != second.pid
+    assert all(first.total(counter) > 0 for counter in ("steps", "hits", "misses", "overflow"))
+    # No rank asks another: both see the same routing and reach the same cache.
+    assert first.counters.tolist() == second.counters.tolist()
+
+
+def test_counters_outlive_a_killed_worker_of_a_server(folder, checkpoint, environment, stock):
+    model, snapshots = checkpoint("qwen3_moe"), folder / "server-snapshots"
+    variables = environment(**shim(snapshots, slots=SLOTS))
+    with Server(model, folder / "server", variables) as server:
+        answers = server.complete(PROMPTS, max_tokens=6)
+        (before,) = snapshots_of(snapshots, model)
+        os.kill(before.pid, signal.SIGKILL)
+        wait_for_end(before.pid)
+
+    assert answers == [tokens[:6] for tokens in stock["qwen3_moe"]["tokens"]]
+    (after,) = snapshots_of(snapshots, model)
+    assert after.counters.tolist() == before.counters.tolist()
+    assert all(after.total(counter) > 0 for counter in ("steps", "hits", "misses", "overflow"))
+
+
+def wait_for_end(pid: int) -> None:
+    """Waits until a process has gone, or is a zombie that nobody has waited for."""
+    for _ in range(600):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return
+        except FileNotFoundError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} did not end")
