@@ -1,0 +1,43 @@
+"""Fixtures that several test folders share."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from expert_cache_shim import native
+
+ROOT = Path(__file__).parent.parent
+HOST_LIBRARY = ROOT / "expert_cache_shim" / "lib" / "libexpertcache_host.so"
+
+
+@pytest.fixture(scope="session")
+def build_host_library() -> Callable[..., None]:
+    """Calls `hip/build.sh host`; skips the test where there is no C++ compiler."""
+
+    def build(*arguments: str | Path) -> None:
+        compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "clang++-19")
+        if not any(map(shutil.which, compilers)):
+            pytest.skip("no C++ compiler to build the emulated kernels with")
+        command = [str(ROOT / "hip" / "build.sh"), "host", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}"
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def host_library_path(build_host_library) -> Path:
+    """The kernel library for the CPU, built if it is missing or older than its sources."""
+    sources = [path.stat().st_mtime for path in (ROOT / "hip").iterdir() if path.is_file()]
+    if not HOST_LIBRARY.exists() or HOST_LIBRARY.stat().st_mtime < max(sources):
+        build_host_library()
+    return HOST_LIBRARY
+
+
+@pytest.fixture(scope="session")
+def host_library(host_library_path: Path) -> native.Library:
+    return native.load("host", host_library_path)
