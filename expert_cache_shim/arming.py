@@ -15,19 +15,17 @@ from typing import Any
 import torch
 
 from . import native, telemetry, vllm_compat
-from .discovery import (
-    ExpertTensors,
-    NotExpertMajor,
-    count_experts,
-    layer_tensors,
-    reachable_tensors,
-)
-from .layer import ArmedLayer, ExpertCache
+from .discovery import ExpertTensors, NotExpertMajor, count_experts, layer_tensors
+from .discovery import reachable_tensors
+from .layer import ArmedLayer, ExpertCache, copy_method
 from .settings import Settings, SettingsError
 from .storage import Allocator, Storage, StorageError
 
 logger = logging.getLogger("vllm.expert_cache")
 
+_UVA = (
+    "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set VLLM_WSL2_ENABLE_PIN_MEMORY=1"
+)
 OFFLOAD = "serve with --cpu-offload-gb N --cpu-offload-params experts"
 
 
@@ -68,8 +66,7 @@ class Report:
 
     def steps(self) -> int:
         """Layer-steps that reached the cache, idle and read-through ones included."""
-        counters = (layer.cache.counters for layer in self.armed)
-        return sum(int(c[0] + c[6] + c[7]) for c in counters)
+        return sum(layer.cache.calls() for layer in self.armed)
 
 
 _reports: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDictionary()
@@ -82,20 +79,52 @@ def reports() -> Iterator[Report]:
 
 def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
     """Arms what can be armed in a model whose weights are final. Never raises."""
-    report = Report(vllm_compat.model_name(model_config))
+    report = Report("model")
     try:
+        report.model = vllm_compat.model_name(model_config)
         layers = list(vllm_compat.moe_layers(model))
         if layers:
-            _arm(layers, model_config, report)
+            _arm(_rebind_armed(layers, report), model_config, report)
             telemetry.log_report(report)
+        if report.armed:
+            _reports[model] = report
     except Exception:
         logger.exception(
             "expert cache: unexpected error while arming %s; layers not armed so far serve on "
             "vLLM's own path", report.model,
         )  # fmt: skip
-    if report.armed:
-        _reports[model] = report
     return report
+
+
+def armed_layer(layer: torch.nn.Module) -> ArmedLayer | None:
+    """The cache in front of this layer, if there is one."""
+    owner = getattr(vars(layer.quant_method).get("apply"), "__self__", None)
+    return owner if isinstance(owner, ArmedLayer) and owner.serves(layer) else None
+
+
+def _rebind_armed(layers: list, report: Report) -> list:
+    """A model's weights may be processed again. A layer that is armed and whose tensors lie
+    where they lay is bound to its new kernel; another is given back and armed anew."""
+    remaining = []
+    for name, layer in layers:
+        armed = armed_layer(layer)
+        if armed is None:
+            remaining.append((name, layer))
+            continue
+        armed.remove()
+        try:
+            unmoved = discover(layer, armed.cache.experts).keys() == armed.tensors.keys()
+        except Refusal as refusal:
+            report.refused.append((name, refusal))
+            continue
+        if unmoved:
+            armed.bind()
+            armed.install()
+            armed.cache.forget()
+            report.armed.append(armed)
+        else:
+            remaining.append((name, layer))
+    return remaining
 
 
 def _arm(layers: list, model_config: Any, report: Report) -> None:
@@ -104,6 +133,8 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
     except SettingsError as error:
         report.refused = [(name, Refusal(str(error), "correct the variable")) for name, _ in layers]
         return
+    if settings.disable or not layers:
+        return
     for warning in settings.unknown:
         logger.warning("expert cache: %s", warning)
     candidates = list(_candidates(layers, model_config, settings, report))
@@ -111,12 +142,14 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
         return
     try:
         library = load_library(candidates[0].layer, settings)
-        slots = _slots(candidates, settings, library)
-    except (native.LibraryError, SettingsError) as error:
+        candidates = list(_offloaded(candidates, library, report))
+        slots = _slots(candidates, settings)
+    except (native.LibraryError, native.KernelError, SettingsError) as error:
         refusal = Refusal(str(error), "the model serves without the cache")
         report.refused += [(c.name, refusal) for c in candidates]
         return
-    _arm_candidates(candidates, slots, library, settings, report)
+    if candidates:
+        _arm_candidates(candidates, slots, library, settings, report)
 
 
 def _candidates(
@@ -162,8 +195,7 @@ def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:
         raise Refusal(
             "its weights are offloaded without unified addressing (non-UVA), so the GPU cannot "
             "read them in place",
-            "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set "
-            "VLLM_WSL2_ENABLE_PIN_MEMORY=1",
+            _UVA,
         )
     if not settings.allow_cpu:
         raise Refusal(
@@ -233,53 +265,50 @@ def discover(layer: torch.nn.Module, experts: int) -> ExpertTensors:
         raise Refusal(
             f"it has {experts} experts; the cache serves 2 to 1024", "nothing needs to change"
         )
-    method = layer.quant_method
+    vllm_compat.ensure_quant_config(layer)
     tensors = ExpertTensors(experts)
+    method = layer.quant_method
     try:
         for name, tensor in layer_tensors(layer).items():
-            tensors.add(tensor, name=name)
-        for place, tensor in _kernel_tensors(method):
+            if tensors.add(tensor, name=name) is None and _is_per_expert(tensor, experts):
+                raise Refusal(_leak(name), _OTHER_KERNEL)
+
+        def collect(tensor: torch.Tensor, place: str) -> torch.Tensor:
             tensors.add(tensor, place=place)
+            return tensor
+
+        copy_method(method, collect)
     except NotExpertMajor as error:
-        raise Refusal(str(error), "choose another kernel with --moe-backend") from None
-    leaks = [place for place, tensor in _config_tensors(method) if _leaks(tensor, tensors)]
-    if leaks:
-        raise Refusal(
-            f"{leaks[0]} is per-expert data that the cache cannot stand in for",
-            "choose another kernel with --moe-backend",
-        )
+        raise Refusal(str(error), _OTHER_KERNEL) from None
+    _check_leaks(method, tensors)
     return tensors
 
 
-def _kernel_tensors(method: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors where the copies of layer.py replace them: the method's and the experts' own
-    attributes, the configs and their descriptors."""
-    holders = [("quant_method", method)]
-    experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
-    if experts is not None:
-        holders.append(("fused_experts", experts))
-    for config in vllm_compat.quant_configs(method):
-        holders.append(("quant_config", config))
-        for name, value in vars(config).items():
-            if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
-                holders.append((f"quant_config.{name}", value))
-    for place, holder in holders:
-        for name, value in vars(holder).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{place}.{name}", value
+_OTHER_KERNEL = "choose another kernel with --moe-backend"
 
 
-def _config_tensors(method: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor a config can reach, however deep."""
-    for config in vllm_compat.quant_configs(method):
-        yield from reachable_tensors(config, "quant_config", depth=5)
+def _leak(place: str) -> str:
+    return f"{place} is per-expert data that the cache cannot stand in for"
 
 
-def _leaks(tensor: torch.Tensor, tensors: ExpertTensors) -> bool:
-    """Per-expert, by any dimension, and not one of the tensors that are mirrored."""
-    if tensors.experts not in tensor.shape or tensor.numel() == 0:
+def _check_leaks(method: Any, tensors: ExpertTensors) -> None:
+    """Walks a copy from which every replaceable tensor has been taken: what is still there and
+    is indexed by expert would be read by row. Raises Refusal."""
+    nothing = torch.empty(0, device="cpu")
+
+    def take(tensor: torch.Tensor, place: str) -> torch.Tensor:
+        return tensor if tensors.find(tensor) is None else nothing
+
+    for place, tensor in reachable_tensors(vars(copy_method(method, take)), "quant_method"):
+        if tensors.find(tensor) is not None or _is_per_expert(tensor, tensors.experts):
+            raise Refusal(_leak(place), _OTHER_KERNEL)
+
+
+def _is_per_expert(tensor: torch.Tensor, experts: int) -> bool:
+    """By any dimension; a tensor that repeats one value for every expert is not."""
+    if experts not in tensor.shape or tensor.numel() == 0:
         return False
-    return tensors.find(tensor) is None and not (tensor.dim() and tensor.stride(0) == 0)
+    return tensor.stride(tuple(tensor.shape).index(experts)) != 0
 
 
 def load_library(layer: torch.nn.Module, settings: Settings) -> native.Library:
@@ -297,19 +326,35 @@ def load_library(layer: torch.nn.Module, settings: Settings) -> native.Library:
     return library
 
 
-def _slots(
-    candidates: list[Candidate], settings: Settings, library: native.Library
-) -> dict[str, int]:
+def _offloaded(
+    candidates: list[Candidate], library: native.Library, report: Report
+) -> Iterator[Candidate]:
+    """The candidates whose weights lie in host memory."""
+    for candidate in candidates:
+        try:
+            if not _on_host(candidate, library):
+                raise Refusal("its weights are resident in device memory", f"to offload {OFFLOAD}")
+            yield candidate
+        except Refusal as refusal:
+            report.refused.append((candidate.name, refusal))
+
+
+def _slots(candidates: list[Candidate], settings: Settings) -> dict[str, int]:
     """Slots per layer, by layer name. Raises SettingsError where the budget buys none."""
-    wanted = [c for c in candidates if _on_host(c, library)]
-    price = sum(candidate.slot_bytes for candidate in wanted)
+    price = sum(candidate.slot_bytes for candidate in candidates)
     return {c.name: settings.slots_for(c.experts, max(price, 1)) for c in candidates}
 
 
 def _on_host(candidate: Candidate, library: native.Library) -> bool:
-    """True if any weight lies in host memory, asked of the driver: `.device` says "cuda" for
-    host memory too, and vLLM's own flag can be stale."""
-    return any(library.pointer_kind(e.tensor.data_ptr()) != native.DEVICE for e in candidate.tensors)
+    """True if most of the layer's bytes lie in host memory, asked of the driver: `.device` says
+    "cuda" for host memory too, and vLLM's own flag can be stale. Raises Refusal for host
+    memory that the GPU cannot read."""
+    kinds = {e.label: library.pointer_kind(e.tensor.data_ptr()) for e in candidate.tensors}
+    unreadable = [label for label, kind in kinds.items() if kind == native.HOST_UNREADABLE]
+    if unreadable:
+        raise Refusal(f"{unreadable[0]} lies in host memory that the GPU cannot read", _UVA)
+    host = sum(e.nbytes for e in candidate.tensors if kinds[e.label] != native.DEVICE)
+    return 2 * host > sum(e.nbytes for e in candidate.tensors)
 
 
 def _arm_candidates(
@@ -361,8 +406,6 @@ def _build(
     candidate: Candidate, slots: int, kind: str, allocator: Allocator, settings: Settings
 ) -> tuple[Candidate, Storage, int]:
     """Spends the device memory of one layer. Raises Refusal."""
-    if not _on_host(candidate, allocator.library):
-        raise Refusal("its weights are resident in device memory", f"to offload them {OFFLOAD}")
     if slots >= candidate.experts:
         raise Refusal(
             f"{slots} slots hold all of its {candidate.experts} experts, so there is nothing to "
@@ -378,13 +421,11 @@ def _build(
 
 def _check_plain(method: Any) -> None:
     experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
-    name = type(experts).__name__
-    if experts is None or name in vllm_compat.TAKE_FEWER_EXPERTS:
-        return
     if any(base.__name__ in vllm_compat.TAKE_FEWER_EXPERTS for base in type(experts).__mro__):
         return
+    runner = method if experts is None else experts
     raise Refusal(
-        f"{name} is not known to run with fewer experts than the model has, as plain storage "
+        f"{type(runner).__name__} is not known to run with fewer experts than the model has, as plain storage "
         "needs",
         "use EXPERT_CACHE_STORAGE=virtual or auto",
     )

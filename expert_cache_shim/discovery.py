@@ -7,9 +7,11 @@ quantisation config and experts object hold. The same tensor under two names is 
 
 from __future__ import annotations
 
+import functools
 import re
+import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -108,6 +110,10 @@ class ExpertTensors:
             entry.places.append(place)
         return entry
 
+    def keys(self) -> set[tuple]:
+        """Where every tensor lies and how; equal for two discoveries of an unchanged layer."""
+        return set(self._by_storage)
+
     def find(self, tensor: torch.Tensor) -> ExpertTensor | None:
         return self._by_storage.get(storage_key(tensor))
 
@@ -117,26 +123,30 @@ def storage_key(tensor: torch.Tensor) -> tuple:
     return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def reachable_tensors(root: Any, place: str, depth: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+def reachable_tensors(
+    root: Any, place: str, depth: int = 7, seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors held by an object's fields, down to `depth` objects, with their dotted place.
 
-    Walks dataclasses, plain objects, lists, tuples and dicts; not modules, not callables.
+    Walks plain objects, lists, tuples, dicts and the arguments of functools.partial; not
+    modules, not functions. Every object is visited once.
     """
+    seen = set() if seen is None else seen
     if isinstance(root, torch.Tensor):
         yield place, root
-        return
-    if depth == 0 or root is None or isinstance(root, (str, bytes, int, float, type, torch.nn.Module)):
-        return
-    for name, value in _children(root):
-        yield from reachable_tensors(value, f"{place}.{name}", depth - 1)
+    elif depth and id(root) not in seen:
+        seen.add(id(root))
+        for name, value in _children(root):
+            yield from reachable_tensors(value, f"{place}.{name}", depth - 1, seen)
 
 
-def _children(root: Any) -> Iterator[tuple[str, Any]]:
-    if is_dataclass(root):
-        yield from ((f.name, getattr(root, f.name, None)) for f in fields(root))
-    elif isinstance(root, dict):
-        yield from ((str(key), value) for key, value in root.items())
-    elif isinstance(root, (list, tuple)):
-        yield from ((str(index), value) for index, value in enumerate(root))
-    elif hasattr(root, "__dict__") and not callable(root):
-        yield from list(vars(root).items())
+def _children(root: Any) -> list[tuple[str, Any]]:
+    if isinstance(root, dict):
+        return [(str(key), value) for key, value in root.items()]
+    if isinstance(root, (list, tuple, set)):
+        return [(str(index), value) for index, value in enumerate(root)]
+    if isinstance(root, functools.partial):
+        return [("args", root.args), ("keywords", root.keywords)]
+    if isinstance(root, (type, types.ModuleType, types.FunctionType, torch.nn.Module)):
+        return []
+    return list(getattr(root, "__dict__", {}).items())

@@ -52,11 +52,14 @@ def _guarded(hook: Any) -> Any:
 
 def _after_loading(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     result = wrapped(*args, **kwargs)
-    from . import arming  # imports torch: only where a model is loaded
+    try:
+        from . import arming  # imports torch: only where a model is loaded
 
-    model = args[0] if args else kwargs["model"]
-    config = args[1] if len(args) > 1 else kwargs.get("model_config")
-    arming.arm_model(model, config)
+        model = args[0] if args else kwargs["model"]
+        config = args[1] if len(args) > 1 else kwargs.get("model_config")
+        arming.arm_model(model, config)
+    except Exception:
+        logger.exception("expert cache: cannot arm; the model serves without the cache")
     return result
 
 
@@ -71,10 +74,10 @@ def _rebind_loaded(module: ModuleType) -> None:
         return
     if _is_ours(original):
         return
-    wrapper = wrapt.FunctionWrapper(original, _after_loading)
-    setattr(module, vllm_compat.LOADED, wrapper)
+    setattr(module, vllm_compat.LOADED, wrapt.FunctionWrapper(original, _after_loading))
     for holder in list(sys.modules.values()):
-        _rebind(holder, original, wrapper)
+        if holder is not module:
+            _rebind(holder, original)
 
 
 def _rebind_holder(module: ModuleType) -> None:
@@ -82,7 +85,7 @@ def _rebind_holder(module: ModuleType) -> None:
     source = sys.modules.get(vllm_compat.LOADED_SOURCE)
     wrapper = getattr(source, vllm_compat.LOADED, None)
     if _is_ours(wrapper):
-        _rebind(module, wrapper.__wrapped__, wrapper)
+        _rebind(module, wrapper.__wrapped__)
 
 
 def _spare_daemon(module: ModuleType) -> None:
@@ -92,13 +95,20 @@ def _spare_daemon(module: ModuleType) -> None:
         setattr(module, vllm_compat.LOADED, held.__wrapped__)
 
 
-def _rebind(module: Any, original: Any, wrapper: Any) -> None:
-    # vars(), not getattr(): a lazy module would import something, a mock would say yes.
-    names = getattr(module, "__dict__", {})
-    if getattr(module, "__name__", "") == vllm_compat.LOADED_NOT_SERVING:
+def _rebind(holder: Any, original: Any) -> None:
+    """Wraps what a module took by name. Another package may have wrapped the source after the
+    module took it: then it holds what lies inside that wrapper."""
+    # __dict__, not getattr(): a lazy module would import something, a mock would say yes.
+    held = getattr(holder, "__dict__", {}).get(vllm_compat.LOADED)
+    if held is None or getattr(holder, "__name__", "") == vllm_compat.LOADED_NOT_SERVING:
         return
-    if names.get(vllm_compat.LOADED) is original:
-        setattr(module, vllm_compat.LOADED, wrapper)
+    layer = original
+    while layer is not None:
+        if held is layer:
+            wrapper = wrapt.FunctionWrapper(held, _after_loading)
+            setattr(holder, vllm_compat.LOADED, wrapper)
+            return
+        layer = getattr(layer, "__wrapped__", None)
 
 
 def _is_ours(function: Any) -> bool:

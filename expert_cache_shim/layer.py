@@ -7,7 +7,6 @@ whose kernel and quantisation config hold device tensors too.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import types
@@ -66,7 +65,7 @@ class KernelView:
         names = {name: rows[id(entry)] for entry in tensors for name in entry.names}
         self.layer = LayerView(layer, names)
 
-        def replace(tensor: torch.Tensor) -> torch.Tensor:
+        def replace(tensor: torch.Tensor, place: str) -> torch.Tensor:
             entry = tensors.find(tensor)
             return tensor if entry is None else rows[id(entry)]
 
@@ -74,20 +73,22 @@ class KernelView:
         self.apply: Callable[..., Any] = self.method.apply
 
 
-def copy_method(method: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+Replace = Callable[[torch.Tensor, str], torch.Tensor]
+
+
+def copy_method(method: Any, replace: Replace) -> Any:
     """A quant method that shares everything with `method` but its expert tensors.
 
     The chain method -> kernel -> impl -> fused experts -> quantisation config -> descriptors is
-    copied link by link; every other object stays shared.
+    copied link by link, and every tensor on it passes through `replace(tensor, place)`; every
+    other object stays shared.
     """
-    view = shallow_copy(method)
+    view = _copy_with(method, replace, "quant_method")
     vars(view).pop("apply", None)
     for name, value in vars(method).items():
         if isinstance(value, types.MethodType) and value.__self__ is method:
             # CustomOp keeps a bound forward; it must run on the copy's kernel.
             vars(view)[name] = types.MethodType(value.__func__, view)
-        elif isinstance(value, torch.Tensor):
-            vars(view)[name] = replace(value)
     config = getattr(method, "moe_quant_config", None)
     if config is not None:
         vars(view)["moe_quant_config"] = _copy_config(config, replace)
@@ -104,32 +105,41 @@ def shallow_copy(original: Any) -> Any:
     return new
 
 
-def _copy_kernel(kernel: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    experts = shallow_copy(vllm_compat.fused_experts(kernel))
-    for name, value in vars(experts).items():
+def _copy_with(original: Any, replace: Replace, place: str) -> Any:
+    view = shallow_copy(original)
+    for name, value in vars(original).items():
         if isinstance(value, torch.Tensor):
-            vars(experts)[name] = replace(value)
-    if getattr(experts, "quant_config", None) is not None:
-        experts.quant_config = _copy_config(experts.quant_config, replace)
-    view = shallow_copy(kernel)
-    holder = view
-    if hasattr(kernel, "impl"):
-        holder = view.impl = shallow_copy(kernel.impl)
-    holder.fused_experts = experts
+            vars(view)[name] = replace(value, f"{place}.{name}")
     return view
 
 
-def _copy_config(config: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _copy_kernel(kernel: Any, replace: Replace) -> Any:
+    view = _copy_with(kernel, replace, "moe_kernel")
+    holder = view
+    if hasattr(kernel, "impl"):
+        holder = view.impl = _copy_with(kernel.impl, replace, "moe_kernel.impl")
+    holder.fused_experts = _copy_experts(vllm_compat.fused_experts(kernel), replace)
+    return view
+
+
+def _copy_experts(experts: Any, replace: Replace, place: str = "fused_experts") -> Any:
+    """Experts may hold other experts to choose from at each call (vLLM's FallbackExperts)."""
+    view = _copy_with(experts, replace, place)
+    for name, value in vars(experts).items():
+        if name == "quant_config" and value is not None:
+            vars(view)[name] = _copy_config(value, replace)
+        elif hasattr(value, "quant_config") and hasattr(value, "apply"):
+            vars(view)[name] = _copy_experts(value, replace, f"{place}.{name}")
+    return view
+
+
+def _copy_config(config: Any, replace: Replace, place: str = "quant_config") -> Any:
     """A quantisation config with copied descriptors; the original may be a shared singleton."""
-    view = copy.copy(config)
+    view = _copy_with(config, replace, place)
     for name, value in vars(config).items():
-        if isinstance(value, torch.Tensor):
-            vars(view)[name] = replace(value)
-        elif any(isinstance(inner, torch.Tensor) for inner in getattr(value, "__dict__", {}).values()):
-            descriptor = vars(view)[name] = copy.copy(value)
-            for field, inner in vars(value).items():
-                if isinstance(inner, torch.Tensor):
-                    vars(descriptor)[field] = replace(inner)
+        if any(isinstance(v, torch.Tensor) for v in getattr(value, "__dict__", {}).values()):
+            if not isinstance(value, torch.Tensor):
+                vars(view)[name] = _copy_with(value, replace, f"{place}.{name}")
     return view
 
 
@@ -159,7 +169,7 @@ class ExpertCache:
         self._manage = Manage(
             state=self.state.data_ptr(), counters=self.counters.data_ptr(),
             counters_mirror=None if mirror is None else mirror.ctypes.data,
-            experts=experts, slots=slots, policy=policy.policy_code(settings.policy),
+            experts=experts, slots=slots, policy=policy.CODES[settings.policy],
             decay=policy.decay_parameter(settings.policy, settings.half_life, settings.decay),
         )  # fmt: skip
         self._gathers = {
@@ -179,6 +189,12 @@ class ExpertCache:
         self.counters.zero_()
         if self._mirror is not None:
             self._mirror[:] = 0
+
+    def calls(self) -> int:
+        """Layer-steps that reached the cache, idle and read-through ones included. Read from
+        the mirror where there is one: that waits for nothing."""
+        counters = self.counters.tolist() if self._mirror is None else self._mirror
+        return int(counters[0] + counters[6] + counters[7])
 
     def mode(self, ids: torch.Tensor) -> int:
         """How a step with these ids is served; decided from shapes alone, so that it captures."""
@@ -235,17 +251,32 @@ class ArmedLayer:
         self.record_bytes = sum(entry.nbytes for entry in tensors)
         self._layer = layer
         self._original = layer.quant_method.apply
-        self._signature = inspect.signature(self._original)
-        placements = cache.storage.placements
+        self.tensors = tensors
+        self.bind()
+
+    def bind(self) -> None:
+        """Builds the views from what the layer's quant method holds now."""
+        placements = self.cache.storage.placements
         views = {ROWS: {id(p.source): p.slots for p in placements}}
-        if cache.storage.has_scratch:
+        if self.cache.storage.has_scratch:
             views[SCRATCH] = {id(p.source): p.scratch for p in placements}
-        method = layer.quant_method
-        self._views = {m: KernelView(layer, method, tensors, rows) for m, rows in views.items()}
+        method = self._layer.quant_method
+        self._views = {
+            mode: KernelView(self._layer, method, self.tensors, rows)
+            for mode, rows in views.items()
+        }
+        self._signature = inspect.signature(self._views[ROWS].apply)
 
     def install(self) -> None:
         """Puts the cache in front of this instance's `apply`. No class is touched."""
         self._layer.quant_method.apply = self.apply
+
+    def serves(self, layer: torch.nn.Module) -> bool:
+        return self._layer is layer
+
+    def remove(self) -> None:
+        """Gives the layer back to vLLM's own path."""
+        del vars(self._layer.quant_method)["apply"]
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `apply`: 0.21 has no `shared_experts`; all of it is passed on by name."""

@@ -19,40 +19,51 @@ EXECUTIONS = 8
 def watch(worker: type) -> None:
     """Wraps the worker class's own warm-up and execute methods; inherited ones are wrapped
     where they are defined."""
-    for name, wrapper in ((vllm_compat.WARM_UP, _after_warm_up), (vllm_compat.EXECUTE, None)):
-        method = vars(worker).get(name)
-        if method is None or isinstance(method, wrapt.FunctionWrapper):
-            continue
-        wrapper = wrapper or _FirstSteps(worker, method)
-        setattr(worker, name, wrapt.FunctionWrapper(method, wrapper))
+    _wrap(worker, vllm_compat.WARM_UP, _after_warm_up)
+    _wrap(worker, vllm_compat.EXECUTE, _first_steps)
+
+
+def _wrap(owner: type, name: str, wrapper: Any) -> None:
+    method = vars(owner).get(name)
+    if method is not None and getattr(method, "_self_wrapper", None) is not wrapper:
+        setattr(owner, name, wrapt.FunctionWrapper(method, wrapper))
 
 
 def _after_warm_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Warm-up routes dummy tokens: what they left in the cache and its counters is no use."""
-    from . import arming
-
     result = wrapped(*args, **kwargs)
-    for report in arming.reports():
-        for layer in report.armed:
-            layer.cache.forget()
+    _guarded(_forget_all)
     return result
 
 
-class _FirstSteps:
-    """Counts the first executions of the model, then asks whether the cache was called."""
+_executions = 0
 
-    def __init__(self, worker: type, original: Any) -> None:
-        self._worker = worker
-        self._original = original
-        self._left = EXECUTIONS
 
-    def __call__(self, wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-        result = wrapped(*args, **kwargs)
-        self._left -= 1
-        if self._left == 0:
-            setattr(self._worker, vllm_compat.EXECUTE, self._original)
-            report_uncalled()
-        return result
+def _first_steps(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """After the first executions of the model asks once whether the cache was called."""
+    global _executions
+    result = wrapped(*args, **kwargs)
+    if _executions < EXECUTIONS:
+        _executions += 1
+        if _executions == EXECUTIONS:
+            _guarded(report_uncalled)
+    return result
+
+
+def _guarded(action: Any) -> None:
+    """An error of ours must not end a worker."""
+    try:
+        action()
+    except Exception:
+        logger.exception("expert cache: unexpected error; serving goes on")
+
+
+def _forget_all() -> None:
+    from . import arming
+
+    for report in arming.reports():
+        for layer in report.armed:
+            layer.cache.forget()
 
 
 def report_uncalled() -> list[str]:
@@ -64,7 +75,6 @@ def report_uncalled() -> list[str]:
         logger.warning(
             "expert cache: armed on %s, but no step has reached it: this vLLM runs the experts "
             "on a path that does not call the layer's apply() (a model-specific kernel, or a "
-            "graph compiled without the cache). Output is right; nothing is gained. On a CPU "
-            "serve with --enforce-eager.", model,
+            "graph compiled without the cache). Output is right; nothing is gained.", model,
         )  # fmt: skip
     return silent

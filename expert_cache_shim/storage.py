@@ -76,7 +76,8 @@ class Memory:
     def __init__(self, library: Library, device: int, size: int) -> None:
         self.handle = library.create_memory(device, size)
         self.size = size
-        weakref.finalize(self, library.free_memory, self.handle)
+        # Not at exit: kernels may still run, and the driver frees everything then.
+        weakref.finalize(self, library.free_memory, self.handle).atexit = False
 
 
 class _Mapped:
@@ -86,7 +87,7 @@ class _Mapped:
         handle, self.address = library.create_range(device, [m.handle for m in memories])
         self.size = sum(memory.size for memory in memories)
         # The memories ride along as an argument, so that they are freed after the range.
-        weakref.finalize(self, _unmap, library, handle, memories)
+        weakref.finalize(self, _unmap, library, handle, memories).atexit = False
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

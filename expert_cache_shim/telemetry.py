@@ -115,7 +115,7 @@ def open_snapshot(
             _own(folder)
             _remove_stale(folder)
         return SnapshotFile(folder, model, rank, layers)
-    except OSError as error:
+    except Exception as error:  # the cache works without it
         logger.warning(
             "expert cache: no counter snapshot in %s (%s); set EXPERT_CACHE_SNAPSHOT to a "
             "writable folder, or to off. The cache itself is not affected.", folder, error,
@@ -132,6 +132,8 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
     if len(data) < 16 or data[:8] != _MAGIC:
         raise SnapshotError(f"{path}: not an expert cache snapshot")
     (length,) = struct.unpack_from("<Q", data, 8)
+    if length > len(data):
+        raise SnapshotError(f"{path}: damaged snapshot (header of {length} bytes)")
     offset = -(-(16 + length) // _PAGE) * _PAGE
     try:
         header = json.loads(data[16 : 16 + length])
@@ -141,7 +143,7 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
             Path(path), header["pid"], header["rank"], header["model"], header["started"],
             layers, counters.reshape(len(layers), len(COUNTERS)).copy(),
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{path}: damaged snapshot ({error})") from None
 
 

@@ -16,7 +16,6 @@ What is rebound, and when that can go:
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -140,16 +139,16 @@ def fused_experts(kernel: Any) -> Any:
     return getattr(getattr(kernel, "impl", kernel), "fused_experts", None)
 
 
-def quant_configs(method: Any) -> list[Any]:
-    """The FusedMoEQuantConfig objects a method may read: the kernel's and its own."""
-    found = []
-    for config in (
-        getattr(fused_experts(moe_kernel(method)), "quant_config", None),
-        getattr(method, "moe_quant_config", None),
-    ):
-        if config is not None and not any(config is known for known in found):
-            found.append(config)
-    return found
+def ensure_quant_config(layer: Any) -> None:
+    """A method without a kernel gets its quantisation config at the first forward; the layer's
+    own call, which changes nothing when repeated, gives it now. 0.21-0.23:
+    ensure_moe_quant_config_init; 0.25-0.33: _ensure_moe_quant_config_init."""
+    if moe_kernel(layer.quant_method) is not None:
+        return
+    for name in ("_ensure_moe_quant_config_init", "ensure_moe_quant_config_init"):
+        if hasattr(layer, name):
+            getattr(layer, name)()
+            return
 
 
 # --- Configuration --------------------------------------------------------------------------
@@ -201,9 +200,3 @@ def _current_config() -> Any:
 def _imported(name: str) -> Any:
     """A vLLM module only if vLLM has imported it: importing one here could close a circle."""
     return sys.modules.get(name)
-
-
-def version() -> str:
-    """vLLM's version. A CPU build may be distributed under another name than "vllm"."""
-    module = sys.modules.get("vllm.version") or importlib.import_module("vllm.version")
-    return str(getattr(module, "__version__", "unknown"))
