@@ -1,0 +1,83 @@
+"""Fixtures of the tests that arm synthetic layers."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+from expert_cache_shim import arming, native
+
+from .models import MODEL_CONFIG, Model
+
+
+class CountedLibrary(native.Library):
+    """The kernel library of the CPU, which also keeps count of what it has handed out."""
+
+    def __init__(self, library: native.Library) -> None:
+        super().__init__(library.path, library._handle)
+        self.memories: set[int] = set()
+        self.ranges: set[int] = set()
+        self.memories_created = 0
+
+    def create_memory(self, device, size):
+        handle = super().create_memory(device, size)
+        self.memories.add(handle)
+        self.memories_created += 1
+        return handle
+
+    def free_memory(self, handle):
+        self.memories.remove(handle)
+        super().free_memory(handle)
+
+    def create_range(self, device, memories):
+        handle, address = super().create_range(device, memories)
+        self.ranges.add(handle)
+        return handle, address
+
+    def free_range(self, handle):
+        self.ranges.remove(handle)
+        super().free_range(handle)
+
+    def all_is_freed(self) -> bool:
+        gc.collect()
+        return not self.memories and not self.ranges
+
+
+@pytest.fixture
+def library(host_library, monkeypatch) -> CountedLibrary:
+    """The library that arming loads in this test."""
+    counted = CountedLibrary(host_library)
+    monkeypatch.setattr(native, "load", lambda backend, path=None: counted)
+    return counted
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    """Sets EXPERT_CACHE_* variables: `settings(slots=4)`. A CPU is allowed and three of eight
+    experts are resident, unless the test says otherwise; None unsets."""
+    for name in list(os.environ):
+        if name.startswith("EXPERT_CACHE_"):
+            monkeypatch.delenv(name)
+
+    def set_variables(**values):
+        for name, value in values.items():
+            variable = f"EXPERT_CACHE_{name.upper()}"
+            if value is None:
+                monkeypatch.delenv(variable, raising=False)
+            else:
+                monkeypatch.setenv(variable, str(value))
+
+    set_variables(allow_cpu=1, slots=3, snapshot=tmp_path / "snapshots")
+    return set_variables
+
+
+@pytest.fixture
+def arm(library, settings):
+    """Arms a loaded model as vLLM's loader would and returns the report."""
+
+    def arm_model(model: Model, config=MODEL_CONFIG) -> arming.Report:
+        return arming.arm_model(model, config)
+
+    return arm_model
