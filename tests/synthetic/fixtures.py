@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import pytest
 
 from expert_cache_shim import arming, native
 
+from .counted_library import CountedLibrary
 from .models import MODEL_CONFIG, Model
-
-
-class CountedLibrary(native.Library):
-    """The kernel library of the CPU, which also keeps count of what it has handed out."""
-
-    def __init__(self, library: native.Library) -> None:
-        super().__init__(library.path, library._handle)
-        self.memories: set[int] = set()
-        self.ranges: set[int] = set()
-        self.memories_created = 0
-
-    def create_memory(self, device, size):
-        handle = super().create_memory(device, size)
-        self.memories.add(handle)
-        self.memories_created += 1
-        return handle
-
-    def free_memory(self, handle):
-        self.memories.remove(handle)
-        super().free_memory(handle)
-
-    def create_range(self, device, memories):
-        handle, address = super().create_range(device, memories)
-        self.ranges.add(handle)
-        return handle, address
-
-    def free_range(self, handle):
-        self.ranges.remove(handle)
-        super().free_range(handle)
-
-    def all_is_freed(self) -> bool:
-        gc.collect()
-        return not self.memories and not self.ranges
 
 
 @pytest.fixture
