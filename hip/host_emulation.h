@@ -118,27 +118,34 @@ class Scheduler {
   }
 
   static void fiber_body() {
-    Unobserved unobserved;
     Scheduler &scheduler = current();
-    Fiber *self = scheduler.current_;
-    self->entered_from(scheduler.main_);
+    Fiber *self = scheduler.enter();
     for (;;) {
-      do scheduler.run_item(self);
-      while (!kThreadSanitizer && scheduler.passed_ == 0 &&
-             scheduler.next_ < scheduler.order_.size());
+      scheduler.run_items(self);
       self->switch_to(scheduler.main_);
     }
   }
 
-  void run_item(Fiber *fiber) {
-    thread_index.x = fiber->item = order_[next_++];
-    start_.acquire();
-    {
-      Observed observed;
-      call_(closure_);
-    }
-    end_.release();
-    ended_++;
+  Fiber *enter() {
+    Unobserved unobserved;
+    current_->entered_from(main_);
+    return current_;
+  }
+
+  // One work-item, and the following ones as long as none has met a barrier. ThreadSanitizer
+  // needs a fiber for each: what runs on one fiber is ordered.
+  void run_items(Fiber *fiber) {
+    Unobserved unobserved;
+    do {
+      thread_index.x = fiber->item = order_[next_++];
+      start_.acquire();
+      {
+        Observed observed;
+        call_(closure_);
+      }
+      end_.release();
+      ended_++;
+    } while (!kThreadSanitizer && passed_ == 0 && next_ < order_.size());
   }
 
   template <class T>

@@ -165,7 +165,7 @@ class Fiber {
   }
 
   // Called on this fiber; returns when somebody switches back to it.
-  void switch_to(Fiber &next) {
+  EMULATION_UNOBSERVED void switch_to(Fiber &next) {
 #if defined(EMULATION_ASAN)
     __sanitizer_start_switch_fiber(&fake_stack_, next.stack_, next.stack_bytes_);
 #endif
