@@ -95,7 +95,7 @@ require_llvm_tool() {
 # No ROCm headers, no device libraries, no link to libamdhip64: the process that loads the
 # object (PyTorch) brings the runtime, of whatever ROCm release it was built for.
 # -fuse-cuid=none drops a random symbol, -Werror=date-time keeps the clock out.
-# hip_minimal.h reads gridDim from the implicit arguments of code object version 5.
+# Code object version 5, whatever the compiler's default: what older ROCm can still load.
 build_hip_with_clang() {
   local clang=$1
   require_llvm_tool "$clang" lld lld-19

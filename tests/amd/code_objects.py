@@ -104,9 +104,7 @@ def extract(library: Path, folder: Path) -> dict[str, CodeObject]:
     """The code objects of a fat object by architecture, written to `folder`."""
     require("llvm-objcopy-19", "clang-offload-bundler-19")
     bundle = folder / "bundle"
-    output_of(
-        "llvm-objcopy-19", "-O", "binary", "--only-section=.hip_fatbin", library, bundle
-    )
+    output_of("llvm-objcopy-19", "-O", "binary", "--only-section=.hip_fatbin", library, bundle)
     bundler = ("clang-offload-bundler-19", "--type=o", f"--input={bundle}")
     found = {}
     for target in output_of(*bundler, "--list").split():

@@ -23,7 +23,7 @@ RUNTIME = "libamdhip64.so.7"
 TORCH_LIKE = "libtorch_like.so"
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, *flags: str) -> Path:
     """Compiles the stand-in and the library that depends on it; skips without a C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang-19")
     if compiler is None:
@@ -31,7 +31,8 @@ def build(folder: Path) -> Path:
     options = [compiler, "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     runtime, torch_like = folder / RUNTIME, folder / TORCH_LIKE
     source = SOURCES / "libamdhip64.c"
-    subprocess.run([*options, f"-Wl,-soname,{RUNTIME}", source, "-o", runtime], check=True)
+    soname = f"-Wl,-soname,{RUNTIME}"
+    subprocess.run([*options, *flags, soname, source, "-o", runtime], check=True)
     link = [runtime, f"-Wl,-rpath,{folder}"]
     subprocess.run([*options, SOURCES / "torch_like.c", *link, "-o", torch_like], check=True)
     return folder
@@ -94,6 +95,14 @@ class StandIn:
             code = self._library.stand_in_add_argument(kernel.encode(), ctypes.c_size_t(size))
             if code:
                 raise LookupError(f"{kernel} is not registered")
+
+    def set_version(self, version: int) -> None:
+        """What hipRuntimeGetVersion answers: 60342134 for ROCm 6.3."""
+        self._library.stand_in_set_version(version)
+
+    def set_pointer_type(self, type_: int) -> None:
+        """The hipMemoryType of every pointer."""
+        self._library.stand_in_set_pointer_type(type_)
 
     def live(self) -> dict[str, int]:
         """What was made and not yet given back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from code_objects import ARCHITECTURES, LIBRARY, Kernel, extract, output_of, require
@@ -14,7 +13,10 @@ STORE_16 = r"global_store_(dwordx4|b128)\b"
 BARRIER = r"s_barrier\b|s_barrier_wait\b"
 # Memory access whose address space is only known at run time.
 GENERIC = r"flat_(load|store|atomic)"
-ATOMIC = r"(global|flat|buffer)_atomic|ds_(add|sub|inc|dec|min|max|and|or|xor|cmpst|cmpstore|wrxchg|storexchg)_"
+ATOMIC = (
+    r"(global|flat|buffer)_atomic"
+    r"|ds_(add|sub|rsub|inc|dec|min|max|and|or|xor|cmpst|cmpstore|wrxchg|storexchg)_"
+)
 # Exchange between the work-items of a wave, and anything that counts them: its result depends on
 # whether a wave is 32 or 64 wide. readfirstlane (a uniform value moves to a scalar) is not one.
 WAVE = (
@@ -107,7 +109,9 @@ def test_gather_knows_its_pointers_are_global(gather: Kernel) -> None:
 BAD_KERNELS = r"""
 #include "hip_minimal.h"
 extern "C" __global__ void generic(int **table) { *table[0] += 1; }
-extern "C" __global__ void atomic(int *p) { __hip_atomic_fetch_add(p, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT); }
+extern "C" __global__ void atomic(int *p) {
+  __hip_atomic_fetch_add(p, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 extern "C" __global__ void shared_atomic(int *p) {
   __shared__ int sum;
   __hip_atomic_fetch_max(&sum, p[threadIdx.x], __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);

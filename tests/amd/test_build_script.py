@@ -27,7 +27,8 @@ def build(*arguments: object, **environment: str) -> subprocess.CompletedProcess
 
 def bare_path(folder: Path) -> str:
     """A PATH that has what the script itself needs and no compiler."""
-    for tool in ("bash", "env", "dirname", "realpath", "tr", "sed", "sort", "mktemp", "mkdir", "rm"):
+    tools = "bash", "env", "dirname", "realpath", "tr", "sed", "sort", "mktemp", "mkdir", "rm"
+    for tool in tools:
         (folder / tool).symlink_to(shutil.which(tool))
     return str(folder)
 

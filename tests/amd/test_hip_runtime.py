@@ -39,7 +39,7 @@ def argument_sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[
 def manage_arguments() -> native.Manage:
     """Addresses are never followed: the stand-in launches nothing."""
     return native.Manage(
-        ids=0x10000, row_ids=0x20000, id_rows=4, id_columns=8, id_row_stride=8, id_column_stride=1,
+        ids=0x10000, row_ids=0x20000, id_rows=4, id_columns=8, id_row_stride=16, id_column_stride=1,
         state=0x30000, counters=0x40000, counters_mirror=0x50000, id_type=native.INT64,
         experts=EXPERTS, slots=SLOTS, policy=0, decay=63670, mode=0,
     )  # fmt: skip
@@ -126,6 +126,20 @@ def refuse_arguments(folder: Path) -> tuple[int, int]:
     return 0, 0
 
 
+def kinds_of_pointers(folder: Path, answers: list[tuple[int, int, int]]) -> list[int]:
+    """pointer_kind() for each (runtime version, hipMemoryType, error to inject)."""
+    stand_in = StandIn(folder)
+    library = native.load("hip")
+    found = []
+    for version, type_, error in answers:
+        stand_in.set_version(version)
+        stand_in.set_pointer_type(type_)
+        if error:
+            stand_in.fail("hipPointerGetAttributes", 1, error)
+        found.append(library.pointer_kind(0x1000))
+    return found
+
+
 # ---- tests ----
 
 
@@ -153,7 +167,7 @@ def test_load_promotes_the_runtime_that_torch_brought(stand_in: Path) -> None:
 def test_load_registers_one_bundle_and_both_kernels(stand_in: Path) -> None:
     binary, *functions = in_new_process(load, stand_in)["calls"]
     assert binary.function == "__hipRegisterFatBinary"
-    assert binary["magic"] == "HIPF" and binary["version"] == 1
+    assert binary["magic"] == 0x48495046 and binary["version"] == 1
     assert binary["bundle"] == "__CLANG_OFFLOAD_BUNDLE__"
     assert {call.function for call in functions} == {"__hipRegisterFunction"}
     assert sorted(call["name"] for call in functions) == sorted([MANAGE, GATHER])
@@ -189,3 +203,20 @@ def test_a_failed_launch_raises_with_the_runtime_s_words(stand_in: Path) -> None
 
 def test_bad_arguments_launch_nothing(stand_in: Path) -> None:
     assert in_new_process(refuse_arguments, stand_in) == (-2, 0)
+
+
+def test_pointer_kinds_follow_the_numbering_of_the_runtime(stand_in: Path) -> None:
+    """hipMemoryType is {host 0, device 1} before ROCm 6, {none 0, host 1, device 2} since."""
+    rocm_5, rocm_7, unknown_pointer = 50731921, 70051831, 1
+    expected = {
+        (rocm_5, 0, 0): native.HOST_READABLE,
+        (rocm_5, 1, 0): native.DEVICE,
+        (rocm_5, 0, unknown_pointer): native.HOST_UNREADABLE,
+        (rocm_7, 0, 0): native.HOST_UNREADABLE,
+        (rocm_7, 1, 0): native.HOST_READABLE,
+        (rocm_7, 2, 0): native.DEVICE,
+        (rocm_7, 3, 0): native.DEVICE,  # managed
+        (rocm_7, 0, unknown_pointer): native.HOST_UNREADABLE,
+    }
+    found = in_new_process(kinds_of_pointers, stand_in, list(expected))
+    assert found == list(expected.values())

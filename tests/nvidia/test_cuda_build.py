@@ -21,7 +21,8 @@ def find_cuobjdump() -> str:
     found = shutil.which("cuobjdump")
     triton = importlib.util.find_spec("triton")
     if not found and triton and triton.origin:
-        found = shutil.which(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+        tools = Path(triton.origin).parent / "backends" / "nvidia" / "bin"
+        found = shutil.which("cuobjdump", path=str(tools))
     if not found:
         pytest.skip("no cuobjdump, neither on PATH nor in a triton wheel")
     return str(found)
@@ -75,6 +76,6 @@ def test_gather_moves_sixteen_bytes_a_thread(build: tuple[Path, str]) -> None:
     assert set(code) == KERNELS
     gather, manage = code["expert_cache_gather_kernel"], code["expert_cache_manage_kernel"]
     assert re.search(r"\bLDG\.E\.(\w+\.)*128\b", gather)
-    assert re.search(r"\bSTG\.E\.(\w+\.)*128\b", gather)
+    assert re.search(r"\bSTG?\.E\.(\w+\.)*128\b", gather)
     assert not re.search(r"\b(ATOM|ATOMG|ATOMS|RED|SHFL|VOTE)\b", gather + manage)
     assert re.search(r"\bBAR\.SYNC\b", manage)

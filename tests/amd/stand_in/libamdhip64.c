@@ -63,8 +63,7 @@ typedef struct {
 } dim3;
 
 struct fat_binary {
-  char magic[4];
-  uint32_t version;
+  uint32_t magic, version;
   const char *bundle;
   void *unused;
 };
@@ -85,7 +84,7 @@ static struct {
 
 void **__hipRegisterFatBinary(const struct fat_binary *binary) {
   static void *module;
-  note("__hipRegisterFatBinary magic=%.4s version=%u bundle=%.24s", binary->magic, binary->version,
+  note("__hipRegisterFatBinary magic=0x%x version=%u bundle=%.24s", binary->magic, binary->version,
        binary->bundle);
   return &module;
 }
@@ -147,15 +146,13 @@ int hipLaunchKernel(const void *handle, dim3 grid, dim3 block, void **arguments,
   return OK;
 }
 
-/* ---- errors and devices ---- */
+/* ---- errors, versions, pointers ---- */
 
 int hipGetLastError(void) {
   int code = last_error;
   last_error = OK;
   return code;
 }
-
-int hipPeekAtLastError(void) { return last_error; }
 
 const char *hipGetErrorString(int code) {
   switch (code) {
@@ -164,31 +161,39 @@ const char *hipGetErrorString(int code) {
     case OUT_OF_MEMORY: return "out of memory";
     case INVALID_DEVICE_FUNCTION: return "invalid device function";
     case 719: return "unspecified launch failure";
+    case 801: return "operation not supported";
     default: return "unknown error";
   }
 }
 
-static int current_device;
-int hipGetDevice(int *device) {
-  *device = current_device;
+static int runtime_version = 70000000;
+int hipRuntimeGetVersion(int *version) {
+  RETURN_IF_INJECTED();
+  *version = runtime_version;
   return OK;
 }
 
-int hipSetDevice(int device) {
-  RETURN_IF_INJECTED();
-  note("hipSetDevice device=%d", device);
-  current_device = device;
-  return OK;
-}
+struct pointer_attributes {
+  int type, device;
+  void *device_pointer, *host_pointer;
+  int is_managed;
+  unsigned allocation_flags;
+};
 
-int hipDeviceGetAttribute(int *value, int attribute, int device) {
+static int pointer_type;
+int hipPointerGetAttributes(struct pointer_attributes *attributes, const void *pointer) {
   RETURN_IF_INJECTED();
-  note("hipDeviceGetAttribute attribute=%d device=%d", attribute, device);
-  *value = 1;
+  note("hipPointerGetAttributes pointer=%p", pointer);
+  memset(attributes, 0, sizeof *attributes);
+  attributes->type = pointer_type;
   return OK;
 }
 
 /* ---- virtual memory: reservations of address space, memfds for physical memory ---- */
+
+static int live_handles, live_reservations, live_mappings;
+
+#ifndef WITHOUT_VIRTUAL_MEMORY
 
 enum { GRANULARITY = 2 << 20, MAX_HANDLES = 256 };
 
@@ -205,7 +210,6 @@ static struct {
   int file;
   size_t size;
 } handles[MAX_HANDLES]; /* a handle is an index from 1 on; size 0: free */
-static int live_handles, live_reservations, live_mappings;
 
 int hipMemGetAllocationGranularity(size_t *bytes, const struct properties *properties, int option) {
   RETURN_IF_INJECTED();
@@ -293,6 +297,8 @@ int hipMemSetAccess(void *address, size_t size, const struct access *access, siz
   return OK;
 }
 
+#endif
+
 /* ---- for the tests ---- */
 
 const char *stand_in_record(void) { return record; }
@@ -305,6 +311,11 @@ void stand_in_fail(const char *function, int nth, int code) {
   failure.calls_left = nth;
   failure.code = code;
 }
+
+void stand_in_set_version(int version) { runtime_version = version; }
+
+/* The hipMemoryType that every pointer has from now on. */
+void stand_in_set_pointer_type(int type) { pointer_type = type; }
 
 /* Adds the next argument of a registered kernel, as its code object describes it. */
 int stand_in_add_argument(const char *kernel_name, size_t size) {
