@@ -17,7 +17,7 @@ def _start_expert_cache():
 
             bootstrap.install()
     except Exception as error:
-        _report("the expert cache is off", error)
+        _report("off", error)
 
 
 def _find_shadowed():
@@ -30,19 +30,18 @@ def _find_shadowed():
         tried = folders[: folders.index(here) + 1] if here in folders else []
         # Only folders that come after all that were tried: two copies of this file on one path
         # then run one after the other, and not each other for ever.
-        spec = PathFinder.find_spec(
-            "sitecustomize", [folder for folder in folders[len(tried) :] if folder not in tried]
-        )
+        untried = [folder for folder in folders if folder not in tried]
+        spec = PathFinder.find_spec("sitecustomize", untried)
         # A folder of that name without an __init__.py has no loader, and nothing to run.
         return spec if spec is not None and spec.loader is not None else None
     except Exception as error:
-        _report("a sitecustomize that this one hides cannot be looked for", error)
+        _report("cannot look for a sitecustomize that this one hides", error)
 
 
 def _report(what, error):
     try:
         reason = " ".join(("%s: %s" % (type(error).__name__, error)).split())
-        sys.stderr.write("%s: %s: %s\n" % (__file__, what, reason))
+        sys.stderr.write("expert cache: %s: %s (%s)\n" % (what, reason, __file__))
     except Exception:
         pass  # there is nobody to tell
 

@@ -9,11 +9,11 @@ a failure is one line of log, and vLLM then serves without the cache.
 import os
 import sys
 
-# Both marks outlive importlib.reload, which runs this file again in the same namespace.
+# Outlives importlib.reload, which runs this file again in the same namespace.
 _installed = globals().get("_installed", False)
 # Holds one item until the hooks are registered. list.pop is atomic: of several threads that meet
 # the name "vllm" at the same time, one registers.
-_registration_due = globals().get("_registration_due", [True])
+_registration_due = [True]
 
 
 def install():
@@ -69,7 +69,7 @@ def _report(error):
         reason = "the package wrapt is missing, `pip install wrapt` adds it"
     else:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-    line = f"The expert cache is off and vLLM serves without it: {reason}"
+    line = f"expert cache: off, vLLM serves without it: {reason}"
     try:
         _log(line, error)
     except Exception:
