@@ -68,7 +68,7 @@ class StandIn:
     """The stand-in as loaded into this process the way torch loads HIP: RTLD_LOCAL."""
 
     def __init__(self, folder: Path) -> None:
-        ctypes.CDLL(str(folder / TORCH_LIKE))
+        self._torch_like = ctypes.CDLL(str(folder / TORCH_LIKE))
         self._library = ctypes.CDLL(str(folder / RUNTIME))
         self._library.stand_in_record.restype = ctypes.c_char_p
 
@@ -95,6 +95,10 @@ class StandIn:
             code = self._library.stand_in_add_argument(kernel.encode(), ctypes.c_size_t(size))
             if code:
                 raise LookupError(f"{kernel} is not registered")
+
+    def last_error(self) -> int:
+        """The error that PyTorch would find after its own next launch, and blame on itself."""
+        return self._torch_like.torch_like_last_error()
 
     def set_version(self, version: int) -> None:
         """What hipRuntimeGetVersion answers: 60342134 for ROCm 6.3."""
