@@ -49,31 +49,39 @@ struct ManagePlan {
   }
 };
 
-__device__ __forceinline__ bool is_valid(const ExpertCacheManage &job, int64_t id) {
-  return (uint64_t)id < (uint64_t)job.experts;
+// An id as it lies in memory. All types are read as words, without a branch on the type, so that
+// nothing waits for one id before the next is asked for.
+struct Id {
+  uint32_t low, high;  // high: of an int64, else 0
+};
+
+__device__ __forceinline__ bool is_wide(const ExpertCacheManage &job) {
+  return job.id_type == EXPERT_CACHE_INT64;
 }
 
-__device__ __forceinline__ int64_t load_id(const ExpertCacheManage &job, uint32_t i) {
+// Valid as a number of its own type; an int32 below zero is too large as a uint32.
+__device__ __forceinline__ bool is_valid(const ExpertCacheManage &job, Id id) {
+  return id.low < (uint32_t)job.experts && (id.high == 0 || has_fault(kTruncatedIds));
+}
+
+__device__ __forceinline__ Id load_id(const ExpertCacheManage &job, uint32_t i) {
   const uint32_t columns = (uint32_t)job.id_columns;
   const int64_t at = job.id_rows == 1
                          ? i * job.id_column_stride
                          : i / columns * job.id_row_stride + i % columns * job.id_column_stride;
-  if (job.id_type == EXPERT_CACHE_INT64) {
-    const int64_t id = static_cast<const int64_t *>(job.ids)[at];
-    return has_fault(kTruncatedIds) ? (int32_t)id : id;
-  }
-  if (job.id_type == EXPERT_CACHE_UINT32) return static_cast<const uint32_t *>(job.ids)[at];
-  return static_cast<const int32_t *>(job.ids)[at];
+  const uint32_t *word = static_cast<const uint32_t *>(job.ids) + (is_wide(job) ? 2 * at : at);
+  Id id = {word[0], 0};
+  if (is_wide(job)) id.high = word[1];
+  return id;
 }
 
-// Step 9.
+// Step 9. `row` is by expert.
 __device__ __forceinline__ void store_row_id(const ExpertCacheManage &job, const int32_t *row,
-                                             uint32_t i, int64_t id) {
-  const int64_t value = job.mode == EXPERT_CACHE_ROWS && is_valid(job, id) ? row[id] : id;
-  if (job.id_type == EXPERT_CACHE_INT64)
-    static_cast<int64_t *>(job.row_ids)[i] = value;
-  else
-    static_cast<int32_t *>(job.row_ids)[i] = (int32_t)value;
+                                             uint32_t i, Id id) {
+  if (job.mode == EXPERT_CACHE_ROWS && is_valid(job, id)) id = {(uint32_t)row[id.low], 0};
+  uint32_t *word = static_cast<uint32_t *>(job.row_ids) + (is_wide(job) ? 2 * i : i);
+  word[0] = id.low;
+  if (is_wide(job)) word[1] = id.high;
 }
 
 // Step 4 for one expert, all but the demotions of slru.
@@ -238,10 +246,12 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
   }
   const uint32_t step = *state.step + 1;
   const int64_t counter = t < EXPERT_CACHE_COUNTERS ? job.counters[t] : 0;
-  int64_t ids[kIdsInRegisters];
+  Id ids[kIdsInRegisters];
   EXPERT_CACHE_UNROLL
-  for (int i = 0; i < kIdsInRegisters; i++)
-    ids[i] = t + i * workers < id_total ? load_id(job, t + i * workers) : -1;
+  for (int i = 0; i < kIdsInRegisters; i++) {
+    ids[i] = {~0u, 0};
+    if (t + i * workers < id_total) ids[i] = load_id(job, t + i * workers);
+  }
   shared.routed[t] = shared.evicted[t] = shared.demoted[t] = 0;
   __syncthreads();
 
@@ -250,13 +260,13 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
   EXPERT_CACHE_UNROLL
   for (int i = 0; i < kIdsInRegisters; i++) {
     if (!is_valid(job, ids[i])) continue;
-    store_flag(&shared.routed[(int)ids[i]]);
+    store_flag(&shared.routed[ids[i].low]);
     valid_ids++;
   }
   for (uint32_t i = t + kIdsInRegisters * workers; i < id_total; i += workers) {
-    const int64_t id = load_id(job, i);
+    const Id id = load_id(job, i);
     if (!is_valid(job, id)) continue;
-    store_flag(&shared.routed[(int)id]);
+    store_flag(&shared.routed[id.low]);
     valid_ids++;
   }
   shared.id_counts[t] = valid_ids;
@@ -278,8 +288,9 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
 
   const uint64_t slot_key = victim_key(job, t, item.occupant, shared);
   if (t < padded(slots)) shared.slot_key[t] = slot_key;
-  const int groups = workers / kGroup;
-  if (t < groups) shared.tallies.count(t, shared.kinds, shared.id_counts);
+  // The last work-items count: the first ones have had a slot's key to compute.
+  const int groups = workers / kGroup, own_group = workers - 1 - t;
+  if (own_group < groups) shared.tallies.count(own_group, shared.kinds, shared.id_counts);
   __syncthreads();
 
   Tally tally, groups_before;
