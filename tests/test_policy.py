@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expert_cache_shim.policy import CODES, COUNTERS, MAX_AGE, Reference, decay_parameter
+from expert_cache_shim.policy import CODES, COUNTERS, Reference, decay_parameter
 
 TRACES = np.load(Path(__file__).parent / "data" / "routing_slice.npz")
 
@@ -190,8 +190,8 @@ def test_ages_beyond_the_clamp_are_equal(policy):
     cache = Reference(4, 2, policy)
     after(cache, [0, 1])
     cache.score[:] = 0
-    cache.step_number = MAX_AGE + 1000
-    cache.last[:2] = [900, 5]  # both older than the clamp, 1 by far
+    cache.step_number = 2**21
+    cache.last[:2] = [2**20 + 2, 5]  # ages 2**20 - 1, the greatest there is, and far beyond
     after(cache, [2])
     assert residents(cache) == [2, 1]
 
@@ -199,18 +199,18 @@ def test_ages_beyond_the_clamp_are_equal(policy):
 def test_ages_just_below_the_clamp_differ():
     cache = Reference(4, 2, "lru")
     after(cache, [0, 1])
-    cache.step_number = MAX_AGE + 1000
-    cache.last[:2] = [1002, 1001]  # ages MAX_AGE - 1 and MAX_AGE
+    cache.step_number = 2**21
+    cache.last[:2] = [2**20 + 3, 2**20 + 2]  # ages 2**20 - 2 and 2**20 - 1
     after(cache, [2])
     assert residents(cache) == [0, 2]
 
 
 def test_ages_are_right_across_the_wrap_of_step():
     cache = Reference(4, 2, "lru")
-    cache.step_number = 2**32 - 3
+    cache.step_number = 2**32 - 2
     after(cache, [0], [1], [2])
-    assert cache.step_number == 0
-    assert cache.last.tolist() == [2**32 - 2, 2**32 - 1, 0, 0]
+    assert cache.step_number == 1
+    assert cache.last.tolist() == [2**32 - 1, 0, 1, 0]
     assert residents(cache) == [2, 1]
 
 

@@ -130,7 +130,9 @@ def scramble(layer: ComparedLayer, generator: np.random.Generator) -> None:
     reference.row_of[residents] = occupied
     reference.expert_at[occupied] = residents
     reference.step_number = int(generator.integers(0, 2**32))
-    ages = generator.choice([0, 1, 2, 3, 2**20 - 2, 2**20 - 1, 2**20, 2**31, 2**32 - 1], experts)
+    clamp = 2**20 - 1  # the step to come adds one to each of these
+    ages = [0, 1, 2, 3, clamp - 2, clamp - 1, clamp, clamp + 1, 2**31, 2**32 - 1]
+    ages = generator.choice(ages, experts)
     reference.last[:] = (reference.step_number - ages) % 2**32
     if policy == "lrfu":
         scores = [0, 1, 65535, 65536, 65537, 2**31, 2**32 - 1]
