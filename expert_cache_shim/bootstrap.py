@@ -39,7 +39,7 @@ class VllmWatch:
         if fullname == "vllm":
             self._retire()
             _register_hooks()
-        return None
+        return None  # and so the search goes on
 
     def _retire(self):
         # A new list, as this very import and those of other threads are walking the old one:

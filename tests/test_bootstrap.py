@@ -226,7 +226,11 @@ def register():
     packages.mkdir()
     (packages / "wrapt").symlink_to(Path(wrapt.__file__).parent)
     shim = put_shim_for_pythonpath(tmp_path / "shim", hooks)
-    code = "import sys; print('wrapt' in sys.modules); import vllm.model_executor.model_loader.utils"
+    code = """
+import sys
+print("wrapt" in sys.modules)
+import vllm.model_executor.model_loader.utils
+"""
     assert bare.says(code, path=[shim, vllm, packages]).splitlines() == [
         "False",
         "vllm",
@@ -316,7 +320,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("value", ["1", " 1 "])
 def test_disabled_it_is_inert(value, installed, shim, vllm):
-    code = f"import sys; print({WATCHES}); import vllm; print('expert_cache_shim.hooks' in sys.modules)"
+    code = f"""
+import sys
+print({WATCHES})
+import vllm
+print("expert_cache_shim.hooks" in sys.modules)
+"""
     for path in ([vllm], [shim, vllm]):
         assert installed.says(code, path=path, EXPERT_CACHE_DISABLE=value) == "0\nvllm\nFalse"
 

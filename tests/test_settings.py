@@ -220,7 +220,10 @@ def test_policies_are_those_of_the_kernel_interface_in_its_order():
 
 
 def test_the_process_environment_is_the_default_source():
-    code = "from expert_cache_shim.settings import Settings; print(Settings.from_environment().slots)"
+    code = """
+from expert_cache_shim.settings import Settings
+print(Settings.from_environment().slots)
+"""
     environ = {"EXPERT_CACHE_SLOTS": "7", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("7\n", "")

@@ -1,0 +1,193 @@
+"""The wheel, the editable install and the source distribution: what they carry, add and remove."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from start_up import CURRENT, HOOK, PACKAGE, ROOT, Interpreter, make_venv, put_vllm
+
+from expert_cache_shim import __version__
+
+DIST_INFO = f"expert_cache_shim-{__version__}.dist-info"
+WATCHES = "[type(finder).__name__ for finder in sys.meta_path].count('VllmWatch')"
+NOT_OURS = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
+
+
+def can_build_wheels() -> bool:
+    try:
+        major, minor = metadata.version("setuptools").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (70, 1) or find_spec("wheel") is not None
+
+
+pytestmark = pytest.mark.skipif(
+    not can_build_wheels() or find_spec("pip") is None,
+    reason="needs pip, and setuptools 70.1 or an older one with wheel",
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """The project as a user has it after building the kernels for this machine."""
+    folder = tmp_path_factory.mktemp("source") / "project"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_OURS))
+    for backend in ("host", "cuda"):
+        (folder / "expert_cache_shim" / "lib" / f"libexpertcache_{backend}.so").write_text("local")
+    return folder
+
+
+def build(source: Path, what: str, out: Path, settings: dict | None = None) -> Path:
+    """Calls a hook of the build backend, as pip does without build isolation."""
+    code = (
+        "import sys, setuptools.build_meta as backend; "
+        f"print(backend.build_{what}({str(out)!r}, {settings!r}))"
+    )
+    out.mkdir(exist_ok=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--no-index", "--disable-pip-version-check", "--wheel-dir", out, source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+def pip(python: Interpreter, *arguments) -> None:
+    command = [sys.executable, "-m", "pip", "--python", python.executable]
+    command += ["--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def python(tmp_path) -> Interpreter:
+    return make_venv(CURRENT, tmp_path / "venv", "--without-pip")
+
+
+# --- the wheel ---
+
+
+def test_the_wheel_holds_the_package_the_pth_and_the_library_for_amd_and_nothing_else(wheel):
+    expected = {f"expert_cache_shim/{path.name}" for path in PACKAGE.glob("*.py")}
+    assert {"expert_cache_shim/bootstrap.py", "expert_cache_shim/hooks.py"} < expected
+    expected |= {
+        "expert_cache_shim.pth",
+        "expert_cache_shim/lib/libexpertcache_hip.so",
+        "expert_cache_shim/lib/libexpertcache_hip.so.sha256",
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        described = {name for name in names if name.startswith(DIST_INFO)}
+        assert len(set(names)) == len(names)
+        assert set(names) - described == expected
+        assert {Path(name).name for name in described} == {
+            "LICENSE", "METADATA", "RECORD", "WHEEL", "top_level.txt",
+        }  # fmt: skip
+        assert archive.read("expert_cache_shim.pth") == HOOK.read_bytes()
+        checksum, _ = archive.read("expert_cache_shim/lib/libexpertcache_hip.so.sha256").split()
+        library = archive.read("expert_cache_shim/lib/libexpertcache_hip.so")
+        assert hashlib.sha256(library).hexdigest() == checksum.decode()
+
+
+def test_the_wheel_says_what_it_needs(wheel):
+    assert wheel.name == f"expert_cache_shim-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        fields = Parser().parsestr(archive.read(f"{DIST_INFO}/METADATA").decode())
+    required = [line for line in fields.get_all("Requires-Dist") if "extra ==" not in line]
+    assert [line.split(">")[0] for line in required] == ["wrapt"]
+    assert fields["Requires-Python"] == ">=3.10"
+    assert set(fields.get_all("Provides-Extra")) == {"test", "tools"}
+    assert "Apache-2.0" in (fields["License"], fields["License-Expression"])
+
+
+def test_the_pth_is_one_line_of_plain_ascii():
+    # Python runs a line of a .pth only if it starts with "import", and decodes it as it likes.
+    (line,) = HOOK.read_bytes().decode("ascii").splitlines()
+    assert line.startswith("import ")
+
+
+def test_a_wheel_installs_starts_and_leaves_nothing_behind(wheel, python, tmp_path):
+    home = python.executable.parent.parent
+    before = files(home)
+    pip(python, "install", "--no-deps", "--no-index", wheel)
+    said = python.says(f"import sys, expert_cache_shim as s; print({WATCHES}, s.__file__)")
+    assert said == f"1 {python.site_packages}/expert_cache_shim/__init__.py"
+
+    # Without its dependency the shim stays out of the way, and says what is missing.
+    outcome = python.run("-c", "import vllm", path=[put_vllm(tmp_path)])
+    assert (outcome.status, outcome.out) == (0, "vllm\n") and "wrapt is missing" in outcome.err
+
+    pip(python, "uninstall", "--yes", "expert-cache-shim")
+    assert files(home) == before
+    assert python.says(f"import sys; print({WATCHES})") == "0"
+
+
+# --- the editable install ---
+
+
+@pytest.mark.parametrize("mode", ["lenient", "strict"])
+def test_an_editable_install_starts_and_leaves_nothing_behind(mode, source, python, tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(source, project)
+    settings = {"editable_mode": mode}
+    wheel = build(project, "editable", tmp_path / "out", settings)
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.namelist().count("expert_cache_shim.pth") == 1
+        assert archive.read("expert_cache_shim.pth") == HOOK.read_bytes()
+
+    home = python.executable.parent.parent
+    before = files(home)
+    pip(python, "install", "--no-deps", "--no-index", wheel)
+    (project / "expert_cache_shim" / "hooks.py").write_text("def register(): print('edited')")
+    code = f"import sys; print({WATCHES}); import vllm"
+    assert python.says(code, path=[put_vllm(tmp_path / "app")]) == "1\nedited\nvllm"
+    pip(python, "uninstall", "--yes", "expert-cache-shim")
+    assert files(home) == before
+
+
+# --- the source distribution ---
+
+
+def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
+    archive = build(source, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path)
+    (unpacked,) = tmp_path.glob("expert_cache_shim-*/")
+    names = set(files(unpacked))
+    hip = {f"hip/{path.name}" for path in (ROOT / "hip").iterdir() if path.is_file()}
+    assert {"hip/expert_cache.hip.cpp", "hip/build.sh"} < hip
+    assert names > hip | {
+        "expert_cache_shim.pth", "sitecustomize.py", "setup.py", "setup.cfg", "pyproject.toml",
+        "LICENSE", "Makefile", "expert_cache_shim/lib/libexpertcache_hip.so",
+        "tests/test_packaging.py",
+    }  # fmt: skip
+    assert not [name for name in names if name.endswith(("_host.so", "_cuda.so", ".pyc"))]
+
+    with zipfile.ZipFile(build(unpacked, "wheel", tmp_path / "out")) as rebuilt:
+        with zipfile.ZipFile(wheel) as first:
+            for name in set(first.namelist()) | set(rebuilt.namelist()):
+                assert rebuilt.read(name) == first.read(name), name
