@@ -108,30 +108,35 @@ def _rebind_armed(layers: list, report: Report) -> list:
     remaining = []
     for name, layer in layers:
         armed = armed_layer(layer)
-        if armed is None:
-            remaining.append((name, layer))
-            continue
-        armed.remove()
         try:
-            unmoved = discover(layer, armed.cache.experts).keys() == armed.tensors.keys()
+            if armed is None or not _rebound(armed, layer):
+                remaining.append((name, layer))
+            else:
+                report.armed.append(armed)
         except Refusal as refusal:
             report.refused.append((name, refusal))
-            continue
-        if unmoved:
-            armed.bind()
-            armed.install()
-            armed.cache.forget()
-            report.armed.append(armed)
-        else:
-            remaining.append((name, layer))
+        except Exception as error:
+            _refuse_unexpected(name, error, report)
     return remaining
+
+
+def _rebound(armed: ArmedLayer, layer: torch.nn.Module) -> bool:
+    """Whether the layer could be bound anew; it is given back to vLLM in any other case."""
+    armed.remove()
+    if discover(layer, armed.cache.experts).keys() != armed.tensors.keys():
+        return False
+    armed.bind()
+    armed.cache.forget()
+    armed.install()
+    return True
 
 
 def _arm(layers: list, model_config: Any, report: Report) -> None:
     try:
         settings = Settings.from_environment()
     except SettingsError as error:
-        report.refused = [(name, Refusal(str(error), "correct the variable")) for name, _ in layers]
+        refusal = Refusal(str(error), "correct the variable")
+        report.refused += [(name, refusal) for name, _ in layers]
         return
     if settings.disable or not layers:
         return
@@ -411,6 +416,11 @@ def _build(
             f"{slots} slots hold all of its {candidate.experts} experts, so there is nothing to "
             "replace",
             "lower EXPERT_CACHE_SLOTS, or do not offload the experts",
+        )
+    if kind == "plain" and vllm_compat.compiles_on_cpu():
+        raise Refusal(
+            "a graph that is compiled on a CPU cannot choose between slots and scratch",
+            "use EXPERT_CACHE_STORAGE=virtual, or serve with --enforce-eager",
         )
     if kind == "virtual":
         return candidate, allocator.virtual(candidate.tensors, slots), slots

@@ -96,19 +96,19 @@ def _spare_daemon(module: ModuleType) -> None:
 
 
 def _rebind(holder: Any, original: Any) -> None:
-    """Wraps what a module took by name. Another package may have wrapped the source after the
-    module took it: then it holds what lies inside that wrapper."""
+    """Wraps what a module took by name, be it the function or another package's wrapper of it."""
     # __dict__, not getattr(): a lazy module would import something, a mock would say yes.
     held = getattr(holder, "__dict__", {}).get(vllm_compat.LOADED)
     if held is None or getattr(holder, "__name__", "") == vllm_compat.LOADED_NOT_SERVING:
         return
-    layer = original
-    while layer is not None:
-        if held is layer:
-            wrapper = wrapt.FunctionWrapper(held, _after_loading)
-            setattr(holder, vllm_compat.LOADED, wrapper)
-            return
-        layer = getattr(layer, "__wrapped__", None)
+    if _innermost(held) is _innermost(original) and not _is_ours(held):
+        setattr(holder, vllm_compat.LOADED, wrapt.FunctionWrapper(held, _after_loading))
+
+
+def _innermost(function: Any) -> Any:
+    while getattr(function, "__wrapped__", None) is not None:
+        function = function.__wrapped__
+    return function
 
 
 def _is_ours(function: Any) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import policy, vllm_compat
+from . import compiled, policy, vllm_compat
 from .discovery import ExpertTensors
-from .native import Gather, Library, Manage
+from .native import Gather, KernelError, Library, Manage
 from .settings import Settings
 from .storage import Storage
 
@@ -27,31 +27,19 @@ logger = logging.getLogger("vllm.expert_cache")
 # enum ExpertCacheMode and ExpertCacheIdType of hip/expert_cache.h
 ROWS, SCRATCH, SKIP = 0, 1, 2
 ID_TYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2}
-MAX_IDS = 65536
+MAX_IDS = policy.MAX_IDS
 STATE_HEADER = 8
 
 
-class LayerView:
-    """The layer as the kernel sees it: some tensors by other values, all else the layer's."""
-
-    def __init__(self, layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        object.__setattr__(self, "_layer", layer)
-        object.__setattr__(self, "_tensors", tensors)
-
-    def __getattr__(self, name: str) -> Any:
-        tensors = object.__getattribute__(self, "_tensors")
-        if name in tensors:
-            return tensors[name]
-        return getattr(object.__getattribute__(self, "_layer"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._tensors:
-            raise AttributeError(f"{name} belongs to the expert cache while a step runs")
-        setattr(self._layer, name, value)
-
-    @property  # isinstance() asks for the class
-    def __class__(self) -> type:  # type: ignore[override]
-        return type(object.__getattribute__(self, "_layer"))
+def view_layer(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The layer as the kernel sees it: a module of the same class that shares everything with
+    `layer` but the named tensors. What a kernel sets on it stays off vLLM's module."""
+    view = shallow_copy(layer)
+    for holder in ("_parameters", "_buffers", "_modules"):
+        held = vars(layer)[holder]
+        vars(view)[holder] = {n: value for n, value in held.items() if n not in tensors}
+    vars(view).update(tensors)
+    return view
 
 
 class KernelView:
@@ -63,7 +51,7 @@ class KernelView:
     ) -> None:  # fmt: skip
         """rows: for each ExpertTensor, by id(), the device tensor that stands for it."""
         names = {name: rows[id(entry)] for entry in tensors for name in entry.names}
-        self.layer = LayerView(layer, names)
+        self.layer = view_layer(layer, names)
 
         def replace(tensor: torch.Tensor, place: str) -> torch.Tensor:
             entry = tensors.find(tensor)
@@ -251,6 +239,7 @@ class ArmedLayer:
         self.record_bytes = sum(entry.nbytes for entry in tensors)
         self._layer = layer
         self._original = layer.quant_method.apply
+        self._number = compiled.number(cache)
         self.tensors = tensors
         self.bind()
 
@@ -283,19 +272,40 @@ class ArmedLayer:
         if args or kwargs.get("layer") is not self._layer:
             return self._apply_positional(args, kwargs)
         ids = kwargs["topk_ids"]
+        if torch.compiler.is_compiling():
+            return self._apply_traced(ids, kwargs)
         mode = self.cache.mode(ids)
         if mode == SKIP:
             if ids.numel():
                 self.cache.note_read_through()
             return self._original(**kwargs)
+        try:
+            rows = self.cache.run(ids, mode)
+        except KernelError as error:
+            return self._give_up(error, kwargs)
         view = self._views[mode]
-        kwargs["topk_ids"] = self.cache.run(ids, mode)
+        return view.apply(**{**kwargs, "topk_ids": rows, "layer": view.layer})
+
+    def _give_up(self, error: KernelError, kwargs: dict[str, Any]) -> Any:
+        """vLLM's path over the host copy is always right: a layer whose kernels cannot be
+        launched goes back to it for good."""
+        logger.error(
+            "expert cache: %s is served by vLLM's own path from now on, because a kernel could "
+            "not be launched: %s", self.name, error,
+        )  # fmt: skip
+        self.remove()
+        return self._original(**kwargs)
+
+    def _apply_traced(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """Inside a graph: no branch on a shape, which would be baked in."""
+        view = self._views[ROWS]
+        kwargs["topk_ids"] = torch.ops.expert_cache.rows(ids, self._number)
         kwargs["layer"] = view.layer
         return view.apply(**kwargs)
 
     def _apply_positional(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A caller that does not use names, or a method shared with a layer not armed here."""
         bound = self._signature.bind(*args, **kwargs).arguments
-        if bound.get("layer") is not self._layer:
+        if bound.get("layer") is not self._layer or "topk_ids" not in bound:
             return self._original(*args, **kwargs)
         return self.apply(**bound)

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # --- Where weights become final -------------------------------------------------------------
 
@@ -182,7 +183,7 @@ def compiles_on_cpu() -> bool:
     directly, not through the opaque op `moe_forward` that other platforms use (0.25-0.33)."""
     compilation = getattr(_current_config(), "compilation_config", None)
     mode = getattr(compilation, "mode", None)
-    return mode is not None and int(mode) > 0 and not torch.cuda.is_available()
+    return mode is not None and int(mode) > 0 and not sys.modules["torch"].cuda.is_available()
 
 
 def _current_config() -> Any:

@@ -1,0 +1,42 @@
+"""The cache inside a graph that torch.compile traces.
+
+On CUDA and ROCm a mixture-of-experts layer is one opaque op of vLLM's, and nothing here is used.
+On a CPU, Dynamo traces through `apply`. Launching kernels cannot be traced, so that part is an op
+of its own: routing ids in, row ids out. The graph around it stays what it was, operation by
+operation, so a compiled model gives the same result with and without the cache.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .layer import ExpertCache
+
+_caches: weakref.WeakValueDictionary[int, ExpertCache] = weakref.WeakValueDictionary()
+_next = 0
+
+
+def number(cache: ExpertCache) -> int:
+    """Registers a cache for `rows`; a graph refers to it by this number."""
+    global _next
+    _next += 1
+    _caches[_next] = cache
+    return _next
+
+
+@torch.library.custom_op("expert_cache::rows", mutates_args=())
+def rows(topk_ids: torch.Tensor, cache: int) -> torch.Tensor:
+    """topk_ids: `[tokens, top_k]` int32 or int64. Returns the rows to read, same shape and type.
+
+    Fetching is its side effect on memory that the graph reads only through the result's ids.
+    """
+    return _caches[cache].run(topk_ids, 0)
+
+
+@rows.register_fake
+def _(topk_ids: torch.Tensor, cache: int) -> torch.Tensor:
+    return torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
