@@ -1,0 +1,118 @@
+"""Starts one process for each arm and passes on what it tells, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import arms
+from .options import Options
+from .routing import STRATEGY
+
+# A task that is under way at the deadline has so long to end.
+GRACE_SECONDS = 30
+ERROR_LINES = 12
+
+
+def run(
+    arm: arms.Arm, tasks: list[dict], options: Options, deadline: float | None = None,
+    fault: bool = False,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """The events of an arm's process as they come: `start`, `task`, `skipped`, `error`.
+
+    deadline: time.time() after which no task is begun. Whatever goes wrong becomes an `error`
+    event, so that other arms can go on. The process and its children are gone at the end.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        folder = Path(temporary)
+        job = {
+            "shape": options.shape,
+            "layers": options.layers,
+            "folder": temporary,
+            "engine": {**options.engine, **arm.engine},
+            "snapshots": str(folder / "snapshots") if arm.cached else None,
+            "routing": options.routing,
+            "hot": options.hot,
+            "memory_gib": options.memory_gib,
+            "fault": fault,
+            "tasks": tasks,
+            "deadline": deadline,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        environment = arms.environment(arm, folder / "snapshots", options.environment)
+        if options.routing == "trace":
+            environment["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = STRATEGY
+        log = _log_file(arm, options, folder)
+        yield from _events(folder / "job.json", environment, log, deadline)
+
+
+def _log_file(arm: arms.Arm, options: Options, folder: Path) -> Path:
+    if options.logs is None:
+        return folder / "log.txt"
+    options.logs.mkdir(parents=True, exist_ok=True)
+    return options.logs / f"{arm.name}.txt"
+
+
+def _events(
+    job: Path, environment: dict[str, str], log: Path, deadline: float | None
+) -> Iterator[dict[str, Any]]:
+    read, write = os.pipe()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.worker", str(job), str(write)],
+            cwd=arms.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            pass_fds=[write], start_new_session=True,
+        )  # fmt: skip
+    os.close(write)
+    if deadline is not None:
+        timer = threading.Timer(deadline + GRACE_SECONDS - time.time(), _kill, [process])
+        timer.daemon = True
+        timer.start()
+    try:
+        with os.fdopen(read) as lines:
+            for line in lines:
+                event = json.loads(line)
+                if event["event"] == "end":
+                    return
+                yield {**event, **_from_log(log, event["event"])}
+                if event["event"] == "error":
+                    return
+        text = f"the process ended with status {process.wait()}"
+        yield {"event": "error", "text": text, **_from_log(log, "error")}
+    finally:
+        if deadline is not None:
+            timer.cancel()
+        _stop(process)
+
+
+def _from_log(log: Path, event: str) -> dict[str, list[str]]:
+    lines = log.read_text(errors="replace").splitlines()
+    if event == "start":
+        return {"log": [line for line in lines if "expert cache" in line]}
+    return {"log": lines[-ERROR_LINES:]} if event == "error" else {}
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Lets a process that has told all it knows end by itself, then makes it."""
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        pass
+    _kill(process)
+    process.wait()
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills a process that leads its own group, and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
