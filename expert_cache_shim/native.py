@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 ABI_VERSION = 1
 BACKENDS = ("hip", "cuda", "host")
+_ARCHITECTURES_VARIABLE = {"hip": "EXPERT_CACHE_ARCHS", "cuda": "CUDA_ARCHS"}  # of hip/build.sh
 
 STATE_HEADER = 8  # int32 words before row_of[E], expert_at[E], score[E], last[E], copies[E][4]
 
@@ -193,12 +194,13 @@ class Library:
 
         `found` is what the device reports: "gfx942:sramecc+:xnack-" or "sm_90".
         """
-        if any(_runs_on(built, found) for built in self.architectures):
+        if self.backend == "host" or any(_runs_on(built, found) for built in self.architectures):
             return
+        device = found.split(":")[0]
         raise LibraryError(
-            f"{self.path}: has no code for this GPU, {found.split(':')[0]}; it was built for "
-            f"{' '.join(self.architectures)}; rebuild it for {found.split(':')[0]} "
-            f"with `make {self.backend}` on this machine"
+            f"{self.path}: has no code for this GPU, {device}; it was built for "
+            f"{' '.join(self.architectures)}; run "
+            f"`{_ARCHITECTURES_VARIABLE[self.backend]}={device} make {self.backend}`"
         )
 
     def _call(self, function: str, *args: object) -> None:

@@ -249,13 +249,30 @@ def test_hip_with_a_runtime_that_was_loaded_privately(tmp_path):
     ("gfx90a", "sm_90", False),
 ])  # fmt: skip
 def test_whether_the_code_runs_on_a_device(host_library, monkeypatch, built, found, runs):
+    monkeypatch.setattr(host_library, "backend", "hip" if "gfx" in built else "cuda")
     monkeypatch.setattr(host_library, "architectures", tuple(built.split()))
     if runs:
         host_library.check_architecture(found)
     else:
-        with pytest.raises(LibraryError) as error:
+        with pytest.raises(LibraryError):
             host_library.check_architecture(found)
-        assert f"has no code for this GPU, {found}; it was built for {built};" in str(error.value)
+
+
+def test_code_for_another_device_is_refused_with_the_command_that_builds_it(
+    host_library, monkeypatch
+):
+    monkeypatch.setattr(host_library, "backend", "hip")
+    monkeypatch.setattr(host_library, "architectures", ("gfx90a", "gfx942"))
+    with pytest.raises(LibraryError) as error:
+        host_library.check_architecture("gfx1100:xnack-")
+    assert str(error.value) == (
+        f"{host_library.path}: has no code for this GPU, gfx1100; it was built for gfx90a gfx942; "
+        "run `EXPERT_CACHE_ARCHS=gfx1100 make hip`"
+    )
+
+
+def test_the_host_library_runs_wherever_it_loads(host_library):
+    host_library.check_architecture("any")
 
 
 # The C header

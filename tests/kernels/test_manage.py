@@ -167,7 +167,7 @@ def test_more_rows_than_columns_and_the_reverse(library):
 
 def test_counters_are_64_bit_and_the_mirror_follows(library):
     layer = ComparedLayer(library, 16, 4, "lru")
-    layer.reference.counters = {name: 2**32 - 1 for name in layer.reference.counters}
+    layer.reference.counters = dict.fromkeys(layer.reference.counters, 2**32 - 1)
     layer.put_state()
     for first, mode in [(1, "rows"), (3, "scratch"), (8, "skip"), (-9, "rows")]:
         layer.step(np.arange(first, first + 6)[None], mode)
@@ -212,6 +212,7 @@ BAD_ARGUMENTS = [
     (-3, dict(id_rows=MAX_IDS + 1, id_columns=1)),
     (-3, dict(id_rows=2**32, id_columns=2**32)),
     (-3, dict(id_row_stride=-1)),
+    (-3, dict(id_column_stride=-1)),
     (-4, dict(id_type=3)),
     (-4, dict(id_type=-1)),
     (-5, dict(policy=5)),
@@ -257,6 +258,15 @@ def test_a_misaligned_pointer_is_refused(host_library, field, offset):
     row_ids = Guarded(ids.shape, np.int64)
     layer.set_ids(ids, row_ids, "rows")
     setattr(layer.args, field, getattr(layer.args, field) + offset)
+    with pytest.raises(KernelError) as error:
+        host_library.manage(layer.args)
+    assert error.value.code == -8
+
+
+def test_row_ids_in_place_of_the_ids_are_refused(host_library):
+    layer = ComparedLayer(host_library, 16, 4, "lrfu")
+    row_ids = Guarded((1, 3), np.int64)
+    layer.set_ids(row_ids.array, row_ids, "rows")
     with pytest.raises(KernelError) as error:
         host_library.manage(layer.args)
     assert error.value.code == -8
