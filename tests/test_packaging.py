@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from start_up import CURRENT, HOOK, PACKAGE, ROOT, Interpreter, make_venv, put_vllm
+from start_up import CURRENT, HOOK, ROOT, Interpreter, make_venv, put_vllm
 
 from expert_cache_shim import __version__
 
@@ -91,8 +91,11 @@ def python(tmp_path) -> Interpreter:
 # --- the wheel ---
 
 
-def test_the_wheel_holds_the_package_the_pth_and_the_library_for_amd_and_nothing_else(wheel):
-    expected = {f"expert_cache_shim/{path.name}" for path in PACKAGE.glob("*.py")}
+def test_the_wheel_holds_the_package_the_pth_and_the_library_for_amd_and_nothing_else(
+    source, wheel
+):
+    package = source / "expert_cache_shim"
+    expected = {f"expert_cache_shim/{path.name}" for path in package.glob("*.py")}
     assert {"expert_cache_shim/bootstrap.py", "expert_cache_shim/hooks.py"} < expected
     expected |= {
         "expert_cache_shim.pth",
@@ -178,7 +181,7 @@ def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
         tar.extractall(tmp_path)
     (unpacked,) = tmp_path.glob("expert_cache_shim-*/")
     names = set(files(unpacked))
-    hip = {f"hip/{path.name}" for path in (ROOT / "hip").iterdir() if path.is_file()}
+    hip = {f"hip/{path.name}" for path in (source / "hip").iterdir() if path.is_file()}
     assert {"hip/expert_cache.hip.cpp", "hip/build.sh"} < hip
     assert names > hip | {
         "expert_cache_shim.pth", "sitecustomize.py", "setup.py", "setup.cfg", "pyproject.toml",
