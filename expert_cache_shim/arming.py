@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import native, telemetry, vllm_compat
+from . import budget, native, telemetry, vllm_compat
 from .discovery import ExpertTensors, NotExpertMajor, count_experts, layer_tensors
 from .discovery import reachable_tensors
 from .layer import ArmedLayer, ExpertCache, copy_method
@@ -148,13 +148,14 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
     try:
         library = load_library(candidates[0].layer, settings)
         candidates = list(_offloaded(candidates, library, report))
-        slots = _slots(candidates, settings)
+        device = next(iter(layer_tensors(layers[0][1]).values())).device
+        plan = budget.plan(candidates, settings, device)
     except (native.LibraryError, native.KernelError, SettingsError) as error:
         refusal = Refusal(str(error), "the model serves without the cache")
         report.refused += [(c.name, refusal) for c in candidates]
         return
     if candidates:
-        _arm_candidates(candidates, slots, library, settings, report)
+        _arm_candidates(candidates, plan, Allocator(library, device), settings, report)
 
 
 def _candidates(
@@ -344,12 +345,6 @@ def _offloaded(
             report.refused.append((candidate.name, refusal))
 
 
-def _slots(candidates: list[Candidate], settings: Settings) -> dict[str, int]:
-    """Slots per layer, by layer name. Raises SettingsError where the budget buys none."""
-    price = sum(candidate.slot_bytes for candidate in candidates)
-    return {c.name: settings.slots_for(c.experts, max(price, 1)) for c in candidates}
-
-
 def _on_host(candidate: Candidate, library: native.Library) -> bool:
     """True if most of the layer's bytes lie in host memory, asked of the driver: `.device` says
     "cuda" for host memory too, and vLLM's own flag can be stale. Raises Refusal for host
@@ -363,29 +358,29 @@ def _on_host(candidate: Candidate, library: native.Library) -> bool:
 
 
 def _arm_candidates(
-    candidates: list[Candidate], slots: dict[str, int], library: native.Library,
-    settings: Settings, report: Report,
+    candidates: list[Candidate], plan: budget.Plan, allocator: Allocator, settings: Settings,
+    report: Report,
 ) -> None:  # fmt: skip
-    device = next(iter(layer_tensors(candidates[0].layer).values())).device
-    allocator = Allocator(library, device)
-    kind = _storage_kind(allocator, settings, report)
+    kind = _storage_kind(allocator, plan, settings, report)
     built: list[tuple[Candidate, Storage, int]] = []
     for candidate in candidates:
         try:
-            built.append(
-                _build(candidate, slots[candidate.name], kind, allocator, settings)
-            )
+            built.append(_build(candidate, plan, kind, allocator))
         except Refusal as refusal:
             report.refused.append((candidate.name, refusal))
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
-    report.snapshot = telemetry.open_snapshot(
+    snapshot = telemetry.open_snapshot(
         settings.snapshot, report.model, _rank(), [_describe(*entry) for entry in built]
     )
+    if snapshot is not None and allocator.expose(snapshot.address, snapshot.size):
+        report.snapshot = snapshot
     for index, (candidate, storage, count) in enumerate(built):
         try:
             mirror = report.snapshot.mirror(index) if report.snapshot else None
-            cache = ExpertCache(library, storage, candidate.experts, count, settings, mirror)
+            cache = ExpertCache(
+                allocator.library, storage, candidate.experts, count, settings, mirror
+            )
             armed = ArmedLayer(candidate.name, candidate.layer, candidate.tensors, cache)
             armed.install()
             report.armed.append(armed)
@@ -393,9 +388,13 @@ def _arm_candidates(
             _refuse_unexpected(candidate.name, error, report)
 
 
-def _storage_kind(allocator: Allocator, settings: Settings, report: Report) -> str:
-    """`auto` takes virtual storage where it proves itself, else plain and a line that says why."""
-    if settings.storage == "plain":
+def _storage_kind(
+    allocator: Allocator, plan: budget.Plan, settings: Settings, report: Report
+) -> str:
+    """`auto` takes virtual storage where it proves itself, else plain and a line that says why.
+    Without overflow rows there is nothing to alias: that is plain storage without a scratch."""
+    report.storage_note = plan.note
+    if settings.storage == "plain" or not plan.overflow:
         return "plain"
     try:
         allocator.prove_virtual()
@@ -408,9 +407,10 @@ def _storage_kind(allocator: Allocator, settings: Settings, report: Report) -> s
 
 
 def _build(
-    candidate: Candidate, slots: int, kind: str, allocator: Allocator, settings: Settings
+    candidate: Candidate, plan: budget.Plan, kind: str, allocator: Allocator
 ) -> tuple[Candidate, Storage, int]:
     """Spends the device memory of one layer. Raises Refusal."""
+    slots = plan.slots[candidate.name]
     if slots >= candidate.experts:
         raise Refusal(
             f"{slots} slots hold all of its {candidate.experts} experts, so there is nothing to "
@@ -425,8 +425,7 @@ def _build(
     if kind == "virtual":
         return candidate, allocator.virtual(candidate.tensors, slots), slots
     _check_plain(candidate.layer.quant_method)
-    scratch = settings.overflow != "off"
-    return candidate, allocator.plain(candidate.tensors, slots, scratch), slots
+    return candidate, allocator.plain(candidate.tensors, slots, plan.overflow), slots
 
 
 def _check_plain(method: Any) -> None:

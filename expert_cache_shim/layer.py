@@ -47,9 +47,10 @@ class KernelView:
 
     def __init__(
         self, layer: torch.nn.Module, method: Any, tensors: ExpertTensors,
-        rows: dict[int, torch.Tensor],
+        rows: dict[int, torch.Tensor], fewer_rows: bool,
     ) -> None:  # fmt: skip
-        """rows: for each ExpertTensor, by id(), the device tensor that stands for it."""
+        """rows: for each ExpertTensor, by id(), the device tensor that stands for it.
+        fewer_rows: those tensors have fewer than E rows."""
         names = {name: rows[id(entry)] for entry in tensors for name in entry.names}
         self.layer = view_layer(layer, names)
 
@@ -58,6 +59,9 @@ class KernelView:
             return tensor if entry is None else rows[id(entry)]
 
         self.method = copy_method(method, replace)
+        kernel = vllm_compat.moe_kernel(self.method)
+        if fewer_rows and kernel is not None:
+            vllm_compat.keep_tuned_config(vllm_compat.fused_experts(kernel), tensors.experts)
         self.apply: Callable[..., Any] = self.method.apply
 
 
@@ -250,8 +254,9 @@ class ArmedLayer:
         if self.cache.storage.has_scratch:
             views[SCRATCH] = {id(p.source): p.scratch for p in placements}
         method = self._layer.quant_method
+        plain = self.cache.storage.kind == "plain"
         self._views = {
-            mode: KernelView(self._layer, method, self.tensors, rows)
+            mode: KernelView(self._layer, method, self.tensors, rows, plain and mode == ROWS)
             for mode, rows in views.items()
         }
         self._signature = inspect.signature(self._views[ROWS].apply)

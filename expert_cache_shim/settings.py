@@ -18,6 +18,7 @@ PREFIX = "EXPERT_CACHE_"
 POLICIES = ("lrfu", "lru", "lfu", "fifo", "slru")
 STORAGES = ("auto", "virtual", "plain")
 OVERFLOWS = ("auto", "on", "off")
+DEFAULT_FRACTION = 0.5
 # Workgroups in one gather launch: the smallest limit of a grid dimension that any GPU has.
 MAX_GATHER_WORKGROUPS = 65535
 
@@ -33,7 +34,7 @@ class Settings:
     disable: bool = False
     slots: int | None = None
     gib: float | None = None
-    fraction: float = 0.5
+    fraction: float | None = None
     policy: str = "lrfu"
     half_life: float = 24.0
     decay: int = 64
@@ -86,7 +87,13 @@ class Settings:
                 )
             return slots
         # The margin undoes binary rounding: 0.29 of 100 is 29, where 0.29 * 100 is 28.999...96.
-        return max(1, math.floor(self.fraction * experts + 1e-9))
+        fraction = DEFAULT_FRACTION if self.fraction is None else self.fraction
+        return max(1, math.floor(fraction * experts + 1e-9))
+
+    @property
+    def names_a_budget(self) -> bool:
+        """Whether the environment says how many slots to take; else the default may give way."""
+        return not (self.slots is None and self.gib is None and self.fraction is None)
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,8 @@ VARIABLES: tuple[Variable, ...] = (
         "fraction",
         _number(lambda value: 0 < value <= 1),
         "a number above 0, at most 1",
-        "share of each layer's experts kept in device memory, rounded down to at least one expert",
+        "share of each layer's experts kept in device memory, rounded down to at least one expert; "
+        "unset: a half, or less where that would not fit beside the KV cache",
     ),
     Variable(
         "policy",

@@ -11,6 +11,7 @@ shape, for steps that need more experts than there are slots.
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,10 @@ from typing import Any
 import torch
 
 from .discovery import ExpertTensor, ExpertTensors
-from .native import Library, Tensor as TableEntry
+from .native import HOST_READABLE, Library
+from .native import Tensor as TableEntry
+
+logger = logging.getLogger("vllm.expert_cache")
 
 # Below this many bytes a record is not worth a page of its own: its tensor is not aliased.
 ALIAS_FROM = 64 * 1024
@@ -118,6 +122,21 @@ class Allocator:
         self.device = device
         self.index = device.index or 0
         self._shared: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+    def expose(self, address: int, size: int) -> bool:
+        """Lets the device store to host memory of ours (a snapshot's counters). The memory must
+        be page-aligned. False where the driver does not do that."""
+        if self.device.type != "cuda":
+            return True
+        mapped = 2  # cudaHostRegisterMapped, hipHostRegisterMapped
+        error = torch.cuda.cudart().cudaHostRegister(address, size, mapped)
+        if int(error) == 0 and self.library.pointer_kind(address) == HOST_READABLE:
+            return True
+        logger.warning(
+            "expert cache: the driver does not map the counter snapshot (error %s), so there "
+            "is none; set EXPERT_CACHE_SNAPSHOT to a folder in memory, such as /dev/shm", error,
+        )  # fmt: skip
+        return False
 
     def prove_virtual(self) -> None:
         """Shows that aliasing works here, or raises StorageError.

@@ -71,20 +71,25 @@ class SnapshotFile:
              "layers": layers}
         ).encode()  # fmt: skip
         self._offset = -(-(16 + len(header)) // _PAGE) * _PAGE
-        size = self._offset + len(layers) * len(COUNTERS) * 8
+        self.size = self._offset + len(layers) * len(COUNTERS) * 8
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(f"{_SUFFIX}", f"{os.getpid()}-", folder)
         self.path = Path(name)
         try:
             # Reserved now: a store into a hole of a full disk would be a SIGBUS later.
-            os.posix_fallocate(handle, 0, size)
-            self._map = mmap.mmap(handle, size)
+            os.posix_fallocate(handle, 0, self.size)
+            self._map = mmap.mmap(handle, self.size)
         except OSError:
             self.path.unlink(missing_ok=True)
             raise
         finally:
             os.close(handle)
         self._map[: 16 + len(header)] = _MAGIC + struct.pack("<Q", len(header)) + header
+
+    @property
+    def address(self) -> int:
+        """Where the file is mapped, page-aligned."""
+        return np.frombuffer(self._map, np.uint8).ctypes.data
 
     def mirror(self, index: int) -> np.ndarray:
         """The counters of one layer, int64 [8], as the memory of the file itself."""

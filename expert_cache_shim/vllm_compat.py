@@ -91,6 +91,11 @@ def data_parallel_size(layer: Any) -> int:
     return int(getattr(_parallel_config(layer), "dp_size", 1) or 1)
 
 
+def expert_sizes(layer: Any) -> tuple[int, int]:
+    """Hidden and intermediate size of one expert on this rank, in elements (0.21-0.33)."""
+    return int(layer.hidden_size), int(layer.intermediate_size_per_partition)
+
+
 def _moe_config(layer: Any) -> Any:
     return getattr(layer, "moe_config", None)
 
@@ -152,6 +157,42 @@ def ensure_quant_config(layer: Any) -> None:
             return
 
 
+# Experts classes that look up a tuned kernel configuration by the number of experts in the
+# weights (0.21-0.33), so that fewer rows would change the order of summation.
+TUNED_BY_EXPERTS = frozenset({"TritonExperts", "TritonWNA16Experts"})
+
+
+def keep_tuned_config(experts: Any, count: int) -> None:
+    """Makes an experts object of ours, that runs on fewer rows, use the tuned configuration of
+    `count` experts, as the model's own kernel does.
+
+    0.21-0.33: `fused_moe.fused_moe.try_get_optimal_moe_config` takes the weights' shapes and
+    gives way to `fused_moe._config` (what `override_config` sets).
+    """
+    package = _imported("vllm.model_executor.layers.fused_moe")
+    functions = _imported("vllm.model_executor.layers.fused_moe.fused_moe")
+    tuned = any(base.__name__ in TUNED_BY_EXPERTS for base in type(experts).__mro__)
+    if not tuned or functions is None:
+        return
+    original, lookup = experts.apply, functions.try_get_optimal_moe_config
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        before = package._config
+        if before is None:
+            hidden, w1, w2 = kwargs["hidden_states"], kwargs["w1"], kwargs["w2"]
+            package._config = lookup(
+                (count, *w1.shape[1:]), (count, *w2.shape[1:]), kwargs["topk_ids"].shape[1],
+                experts.quant_config.config_name(hidden.dtype), hidden.shape[0],
+                block_shape=experts.block_shape,
+            )  # fmt: skip
+        try:
+            return original(*args, **kwargs)
+        finally:
+            package._config = before
+
+    vars(experts)["apply"] = apply
+
+
 # --- Configuration --------------------------------------------------------------------------
 
 
@@ -184,6 +225,34 @@ def compiles_on_cpu() -> bool:
     compilation = getattr(_current_config(), "compilation_config", None)
     mode = getattr(compilation, "mode", None)
     return mode is not None and int(mode) > 0 and not sys.modules["torch"].cuda.is_available()
+
+
+def device_share() -> float | None:
+    """The share of device memory that vLLM may use: gpu_memory_utilization (0.21-0.33)."""
+    return getattr(getattr(_current_config(), "cache_config", None), "gpu_memory_utilization", None)
+
+
+def memory_at_work(hidden: int, inner: int, top_k: int) -> int:
+    """Bytes of device memory that vLLM needs beside the weights to start and to serve: the KV
+    cache of one request of full length, activations of the widest step, graphs. An estimate,
+    made before vLLM measures; hidden and inner are the experts' sizes in elements.
+
+    Attention layers answer `get_kv_cache_spec(config)`, and the spec `max_memory_usage_bytes`
+    (0.21-0.33).
+    """
+    config = _current_config()
+    context = getattr(config.compilation_config, "static_forward_context", {})
+    kv_cache = 0
+    for layer in context.values():
+        spec = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
+        kv_cache += spec.max_memory_usage_bytes(config) if spec is not None else 0
+    scheduler = config.scheduler_config
+    # Three intermediate caches of the fused experts, two bytes an element.
+    activations = scheduler.max_num_batched_tokens * top_k * (3 * inner + hidden) * 2
+    # Logits in float32, and their copy while sampling.
+    logits = scheduler.max_num_seqs * config.model_config.get_vocab_size() * 8
+    graphs_and_context = 2**30
+    return kv_cache + activations + logits + graphs_and_context
 
 
 def _current_config() -> Any:

@@ -22,7 +22,7 @@ def test_an_empty_environment_gives_the_documented_defaults():
         disable=False,
         slots=None,
         gib=None,
-        fraction=0.5,
+        fraction=None,
         policy="lrfu",
         half_life=24.0,
         decay=64,
@@ -195,6 +195,13 @@ def test_names_of_others_are_left_alone():
 )
 def test_the_slot_budget_of_a_layer(values, experts, slots):
     assert read(**values).slots_for(experts, bytes_per_slot=2**20) == slots
+
+
+def test_unset_is_a_half_and_names_no_budget():
+    assert Settings().slots_for(128, 1) == 64
+    assert not Settings().names_a_budget
+    for values in (dict(slots=3), dict(gib=1.0), dict(fraction=0.5)):
+        assert Settings(**values).names_a_budget
 
 
 def test_an_exact_fraction_is_never_rounded_below_itself():

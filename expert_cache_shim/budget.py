@@ -1,0 +1,90 @@
+"""How much device memory the cache may take, and what it buys.
+
+Slots and overflow rows are taken before vLLM measures what is left for the KV cache, so too much
+of them would keep a model from starting that starts without the cache. What the user asked for
+by name is given; what was only a default gives way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import vllm_compat
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .arming import Candidate
+
+logger = logging.getLogger("vllm.expert_cache")
+
+# What the driver and libraries hold on a device beside torch's memory.
+CONTEXT = 600 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """slots: by layer name. overflow: whether shared rows for wide steps are affordable."""
+
+    slots: dict[str, int]
+    overflow: bool
+    note: str = ""
+
+
+def plan(candidates: Sequence[Candidate], settings: Settings, device: torch.device) -> Plan:
+    """Slots for each layer and the question of overflow. Raises SettingsError where
+    EXPERT_CACHE_GIB buys no slot."""
+    price = max(1, sum(candidate.slot_bytes for candidate in candidates))
+    slots = {c.name: settings.slots_for(c.experts, price) for c in candidates}
+    if settings.overflow != "auto" and settings.names_a_budget:
+        return Plan(slots, settings.overflow == "on")
+    room = room_on(device, candidates)
+    if room is None:
+        return Plan(slots, settings.overflow != "off")
+    notes = []
+    if not settings.names_a_budget:
+        most = max(1, (room - _overflow_bytes(candidates, slots)) // price)
+        if most < max(slots.values()):
+            slots = {name: min(count, most) for name, count in slots.items()}
+            notes.append(f"{most} slots a layer is what fits beside the KV cache")
+    left = room - sum(c.slot_bytes * slots[c.name] for c in candidates)
+    overflow = settings.overflow == "on" or (
+        settings.overflow == "auto" and _overflow_bytes(candidates, slots) <= left
+    )
+    if settings.overflow == "auto" and not overflow:
+        notes.append(
+            "no room for overflow rows, so steps wider than the slots read through; "
+            "EXPERT_CACHE_OVERFLOW=on takes the room from the KV cache"
+        )
+    return Plan(slots, overflow, "; ".join(notes))
+
+
+def room_on(device: torch.device, candidates: Sequence[Candidate]) -> int | None:
+    """Bytes of device memory that the cache may take, None where that is not known."""
+    if device.type != "cuda":
+        return None
+    try:
+        share = vllm_compat.device_share()
+        free, total = torch.cuda.mem_get_info(device)
+        ours = torch.cuda.memory_reserved(device) + CONTEXT
+        sizes = [vllm_compat.expert_sizes(c.layer) for c in candidates]
+        hidden, inner = (max(size) for size in zip(*sizes))
+        top_k = max(int(getattr(c.layer, "top_k", 1)) for c in candidates)
+        at_work = vllm_compat.memory_at_work(hidden, inner, top_k)
+        return min(int(total * share) - ours, free) - at_work
+    except Exception as error:
+        logger.debug("expert cache: cannot tell how much device memory is free: %r", error)
+        return None
+
+
+def _overflow_bytes(candidates: Sequence[Candidate], slots: dict[str, int]) -> int:
+    """Shared rows of one layer of each shape."""
+    shapes = {
+        (c.experts, c.slot_bytes): max(0, c.experts - slots[c.name]) * c.slot_bytes
+        for c in candidates
+    }
+    return sum(shapes.values())
