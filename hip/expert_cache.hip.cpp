@@ -106,7 +106,7 @@ void flatten_ids(ExpertCacheManage *job) {
 
 // One work-item per expert, and for wide steps up to 1024 that share the ids.
 uint32_t manage_threads(const ExpertCacheManage &job) {
-  int64_t items = (job.id_rows * job.id_columns + kIdsInRegisters - 1) / kIdsInRegisters;
+  int64_t items = (job.id_rows * job.id_columns + kIdsAtOnce - 1) / kIdsAtOnce;
   if (items < job.experts) items = job.experts;
   if (items > kMaxExperts) items = kMaxExperts;
   return static_cast<uint32_t>((items + 63) / 64 * 64);

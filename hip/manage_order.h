@@ -33,20 +33,24 @@ __device__ __forceinline__ uint64_t miss_key(uint32_t score, int expert) {
   return (has_fault(kAdmissionByNumber) ? 0 : (uint64_t)~score << kScoreShift) | expert;
 }
 
+// Protected residents of slru have score 1: a range of keys, if the routed bit is left out.
+constexpr uint64_t kFirstProtected = kOccupiedBit | 1ull << kScoreShift;
+
 constexpr int kKeysAtOnce = 4;
 
 __device__ __forceinline__ int padded(int keys) {
   return (keys + kKeysAtOnce - 1) / kKeysAtOnce * kKeysAtOnce;
 }
 
-// How many of the first padded(count) keys are smaller.
+// How many of the first padded(count) keys are smaller. Separate sums keep the additions of one
+// round independent of each other.
 __device__ __forceinline__ int count_smaller(const uint64_t *keys, int count, uint64_t key) {
-  int smaller = 0;
+  int smaller[kKeysAtOnce] = {};
   for (int i = 0; i < count; i += kKeysAtOnce) {
     EXPERT_CACHE_UNROLL
-    for (int j = 0; j < kKeysAtOnce; j++) smaller += keys[i + j] < key;
+    for (int j = 0; j < kKeysAtOnce; j++) smaller[j] += keys[i + j] < key;
   }
-  return smaller;
+  return (smaller[0] + smaller[1]) + (smaller[2] + smaller[3]);
 }
 
 }  // namespace expert_cache

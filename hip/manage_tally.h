@@ -43,25 +43,25 @@ struct alignas(16) Flags {
 };
 
 // What an expert is in this step, a bit each.
-enum Kind { kIsRouted = 0, kIsMiss = 1, kIsResident = 2 };
+enum Kind { kIsRouted = 0, kIsMiss = 1, kIsResident = 2, kIsProtected = 3 };
 
-// Four counts in one integer, so that one addition adds all four. At most 1024 experts fit in
+// Five counts in one integer, so that one addition adds them all. At most 1024 experts fit in
 // eleven bits; the ids, up to 65536, have the top.
 struct Tally {
+  static constexpr int kBits = 11;
+  static constexpr int kIdShift = 4 * kBits;
   uint64_t packed = 0;
 
-  __device__ __forceinline__ int routed() const { return packed & 0x7ff; }
-  __device__ __forceinline__ int misses() const { return packed >> 11 & 0x7ff; }
-  __device__ __forceinline__ int residents() const { return packed >> 22 & 0x7ff; }
-  __device__ __forceinline__ int ids() const { return (int)(packed >> 33); }
+  __device__ __forceinline__ int of(Kind kind) const {
+    return (int)(packed >> kind * kBits) & ((1 << kBits) - 1);
+  }
+  __device__ __forceinline__ int routed() const { return of(kIsRouted); }
+  __device__ __forceinline__ int misses() const { return of(kIsMiss); }
+  __device__ __forceinline__ int hits() const { return routed() - misses(); }
+  __device__ __forceinline__ int residents() const { return of(kIsResident); }
+  __device__ __forceinline__ int protected_residents() const { return of(kIsProtected); }
+  __device__ __forceinline__ int ids() const { return (int)(packed >> kIdShift); }
 };
-
-__device__ __forceinline__ Tally make_tally(int routed, int misses, int residents, int ids) {
-  Tally tally;
-  tally.packed = (uint64_t)ids << 33 | (uint64_t)residents << 22 | (uint64_t)misses << 11 |
-                 (uint64_t)routed;
-  return tally;
-}
 
 struct Tallies {
   uint64_t packed[kGroups];
@@ -70,9 +70,11 @@ struct Tallies {
   __device__ __forceinline__ void count(int group, const Flags &kinds, const Flags &id_counts) {
     routed[group] = kinds.mask(group, kIsRouted);
     misses[group] = kinds.mask(group, kIsMiss);
-    packed[group] = make_tally(popcount(routed[group]), popcount(misses[group]),
-                               popcount(kinds.mask(group, kIsResident)), id_counts.sum(group))
-                        .packed;
+    uint64_t counts = (uint64_t)id_counts.sum(group) << Tally::kIdShift;
+    EXPERT_CACHE_UNROLL
+    for (int kind = kIsRouted; kind <= kIsProtected; kind++)
+      counts |= (uint64_t)popcount(kinds.mask(group, kind)) << kind * Tally::kBits;
+    packed[group] = counts;
   }
 
   // All groups, and those before work-item t's own.
