@@ -430,14 +430,20 @@ def _build(
 
 def _check_plain(method: Any) -> None:
     experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
-    if any(base.__name__ in vllm_compat.TAKE_FEWER_EXPERTS for base in type(experts).__mro__):
-        return
-    runner = method if experts is None else experts
-    raise Refusal(
-        f"{type(runner).__name__} is not known to run with fewer experts than the model has, as plain storage "
-        "needs",
-        "use EXPERT_CACHE_STORAGE=virtual or auto",
-    )
+    remedy = "use EXPERT_CACHE_STORAGE=virtual or auto"
+    if not any(base.__name__ in vllm_compat.TAKE_FEWER_EXPERTS for base in type(experts).__mro__):
+        runner = method if experts is None else experts
+        raise Refusal(
+            f"{type(runner).__name__} is not known to run with fewer experts than the model "
+            "has, as plain storage needs",
+            remedy,
+        )
+    if vllm_compat.needs_tuned_config(experts) and not vllm_compat.can_keep_tuned_config(experts):
+        raise Refusal(
+            f"the tuned configuration of {type(experts).__name__} cannot be kept in this vLLM, "
+            "and another one may change results",
+            remedy,
+        )
 
 
 def _describe(candidate: Candidate, storage: Storage, slots: int) -> dict[str, Any]:

@@ -59,9 +59,9 @@ class KernelView:
             return tensor if entry is None else rows[id(entry)]
 
         self.method = copy_method(method, replace)
-        kernel = vllm_compat.moe_kernel(self.method)
-        if fewer_rows and kernel is not None:
-            vllm_compat.keep_tuned_config(vllm_compat.fused_experts(kernel), tensors.experts)
+        experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(self.method))
+        if fewer_rows and vllm_compat.needs_tuned_config(experts):
+            vllm_compat.keep_tuned_config(experts, tensors.experts)
         self.apply: Callable[..., Any] = self.method.apply
 
 

@@ -16,6 +16,7 @@ What is rebound, and when that can go:
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -162,28 +163,41 @@ def ensure_quant_config(layer: Any) -> None:
 TUNED_BY_EXPERTS = frozenset({"TritonExperts", "TritonWNA16Experts"})
 
 
-def keep_tuned_config(experts: Any, count: int) -> None:
-    """Makes an experts object of ours, that runs on fewer rows, use the tuned configuration of
-    `count` experts, as the model's own kernel does.
+def needs_tuned_config(experts: Any) -> bool:
+    return any(base.__name__ in TUNED_BY_EXPERTS for base in type(experts).__mro__)
 
-    0.21-0.33: `fused_moe.fused_moe.try_get_optimal_moe_config` takes the weights' shapes and
-    gives way to `fused_moe._config` (what `override_config` sets).
-    """
+
+def _tuned_config_lookup() -> tuple[Any, Any]:
+    """The package that holds an overriding configuration, and the function that looks one up:
+    `fused_moe._config` and `fused_moe.fused_moe.try_get_optimal_moe_config` (0.21-0.33)."""
     package = _imported("vllm.model_executor.layers.fused_moe")
     functions = _imported("vllm.model_executor.layers.fused_moe.fused_moe")
-    tuned = any(base.__name__ in TUNED_BY_EXPERTS for base in type(experts).__mro__)
-    if not tuned or functions is None:
-        return
-    original, lookup = experts.apply, functions.try_get_optimal_moe_config
+    return package, getattr(functions, "try_get_optimal_moe_config", None)
+
+
+def can_keep_tuned_config(experts: Any) -> bool:
+    package, lookup = _tuned_config_lookup()
+    names = inspect.signature(experts.apply).parameters
+    wanted = {"hidden_states", "w1", "w2", "topk_ids"}
+    return hasattr(package, "_config") and lookup is not None and wanted <= names.keys()
+
+
+def keep_tuned_config(experts: Any, count: int) -> None:
+    """Makes an experts object of ours, that runs on fewer rows, use the tuned configuration of
+    `count` experts, as the model's own kernel does. What vLLM's `override_config` set stays."""
+    package, lookup = _tuned_config_lookup()
+    original = experts.apply
+    signature = inspect.signature(original)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         before = package._config
         if before is None:
-            hidden, w1, w2 = kwargs["hidden_states"], kwargs["w1"], kwargs["w2"]
+            step = signature.bind(*args, **kwargs).arguments
             package._config = lookup(
-                (count, *w1.shape[1:]), (count, *w2.shape[1:]), kwargs["topk_ids"].shape[1],
-                experts.quant_config.config_name(hidden.dtype), hidden.shape[0],
-                block_shape=experts.block_shape,
+                (count, *step["w1"].shape[1:]), (count, *step["w2"].shape[1:]),
+                step["topk_ids"].shape[1],
+                experts.quant_config.config_name(step["hidden_states"].dtype),
+                step["hidden_states"].shape[0], block_shape=experts.block_shape,
             )  # fmt: skip
         try:
             return original(*args, **kwargs)
