@@ -52,6 +52,10 @@ class FusedMoEQuantConfig:
     is_scale_swizzled: bool = True
     gemm1_clamp_limit: Any = None
 
+    def config_name(self, dtype: torch.dtype) -> str | None:
+        """Part of the name of the file with the tuned kernel configurations."""
+        return None if self._w1.dtype is None else str(self._w1.dtype)
+
     @property
     def a1_scale(self) -> torch.Tensor | None:
         return self._a1.scale

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 from expert_cache_shim import arming, native
 
+from . import tuning
 from .counted_library import CountedLibrary
 from .models import MODEL_CONFIG, Model
 
@@ -21,7 +23,14 @@ def library(host_library, monkeypatch) -> CountedLibrary:
 
 
 @pytest.fixture
-def settings(monkeypatch, tmp_path):
+def vllm_modules(monkeypatch):
+    """vLLM's modules that the shim asks, where vLLM would have imported them."""
+    for module in (tuning.package, tuning.fused_moe):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path, vllm_modules):
     """Sets EXPERT_CACHE_* variables: `settings(slots=4)`. A CPU is allowed and three of eight
     experts are resident, unless the test says otherwise; None unsets."""
     for name in list(os.environ):

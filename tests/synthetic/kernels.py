@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from . import tuning
 from .configs import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc, PrecisionConfig
 
 
 def compute_experts(
     hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor, config: FusedMoEQuantConfig,
+    topk_ids: torch.Tensor, config: FusedMoEQuantConfig, block: int = 64,
 ) -> torch.Tensor:  # fmt: skip
     """hidden `[M, H]`, w1 `[E, 2I, H]`, w2 `[E, H, I]`, or packed. Returns `[M, H]`.
+    block: how many products are added before they are added to the sum.
 
     Everything is read at the row that an id names; an id that names none adds nothing. A token's
     experts are added in the order of its ids, so that the sum does not depend on their rows.
@@ -22,18 +24,21 @@ def compute_experts(
     tokens = hidden.float().repeat_interleave(rows.shape[1], 0)
     if config.a1_scale is not None:
         tokens = tokens * config.a1_scale[flat].reshape(-1, 1)
-    inner = project(tokens, w1, config._w1, flat)
+    inner = project(tokens, w1, config._w1, flat, block)
     gate, up = inner.chunk(2, -1)
-    out = project(torch.nn.functional.silu(gate) * up, w2, config._w2, flat)
+    out = project(torch.nn.functional.silu(gate) * up, w2, config._w2, flat, block)
     out = out * (topk_weights.float() * valid).reshape(-1, 1)
-    return out.reshape(*rows.shape, -1).sum(1).to(hidden.dtype)
+    return out.reshape(*rows.shape, hidden.shape[1]).sum(1).to(hidden.dtype)
 
 
 def project(
-    tokens: torch.Tensor, weight: torch.Tensor, desc: FusedMoEQuantDesc, rows: torch.Tensor
-) -> torch.Tensor:
+    tokens: torch.Tensor, weight: torch.Tensor, desc: FusedMoEQuantDesc, rows: torch.Tensor,
+    block: int,
+) -> torch.Tensor:  # fmt: skip
     """Each token by the expert of its row: `[n, K]` to `[n, N]`, in float32."""
-    out = (dequantise(weight, desc, rows) @ tokens.unsqueeze(-1)).squeeze(-1)
+    values, tokens = dequantise(weight, desc, rows), tokens.unsqueeze(-1)
+    parts = zip(values.split(block, 2), tokens.split(block, 1), strict=True)
+    out = sum(part @ token for part, token in parts).squeeze(-1)
     return out if desc.bias is None else out + desc.bias[rows].float()
 
 
@@ -60,18 +65,35 @@ def dequantise(
 
 
 class FusedMoEExperts:
+    """`apply` is called by name, as the modular kernel does it."""
+
     consumes_expert_mask = False
+    block_shape = None
 
     def __init__(self, moe_config: FusedMoEConfig, quant_config: FusedMoEQuantConfig) -> None:
         self.moe_config = moe_config
         self.quant_config = quant_config
 
-    def apply(self, hidden, w1, w2, topk_weights, topk_ids):
-        return compute_experts(hidden, w1, w2, topk_weights, topk_ids, self.quant_config)
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+        return compute_experts(hidden_states, w1, w2, topk_weights, topk_ids, self.quant_config)
 
 
 class TritonExperts(FusedMoEExperts):
-    """Reads the number of experts from the weights only."""
+    """Reads the number of experts from the weights only, also to look up its configuration."""
+
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+        tuned = tuning.fused_moe.try_get_optimal_moe_config(
+            w1.size(),
+            w2.size(),
+            topk_ids.shape[1],
+            self.quant_config.config_name(hidden_states.dtype),
+            len(hidden_states),
+            block_shape=self.block_shape,
+        )
+        return compute_experts(
+            hidden_states, w1, w2, topk_weights, topk_ids, self.quant_config,
+            tuned["BLOCK_SIZE_K"],
+        )  # fmt: skip
 
 
 class CutlassExpertsFp8(FusedMoEExperts):
@@ -81,9 +103,9 @@ class CutlassExpertsFp8(FusedMoEExperts):
         super().__init__(moe_config, quant_config)
         self.ab_strides1 = torch.full((moe_config.num_local_experts,), moe_config.hidden_dim)
 
-    def apply(self, hidden, w1, w2, topk_weights, topk_ids):
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
         assert w1.shape[0] == self.moe_config.num_local_experts
-        return super().apply(hidden, w1, w2, topk_weights, topk_ids)
+        return super().apply(hidden_states, w1, w2, topk_weights, topk_ids)
 
 
 class MarlinExperts(FusedMoEExperts):
@@ -94,10 +116,10 @@ class MarlinExperts(FusedMoEExperts):
         self.w13_g_idx = w13_g_idx
         self.w2_g_idx = w2_g_idx
 
-    def apply(self, hidden, w1, w2, topk_weights, topk_ids):
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
         rows = topk_ids.to(torch.int64).clamp_min(0)
         shift = self.w13_g_idx[rows].sum((1, 2)) - self.w2_g_idx[rows].sum((1, 2))
-        out = super().apply(hidden, w1, w2, topk_weights, topk_ids)
+        out = super().apply(hidden_states, w1, w2, topk_weights, topk_ids)
         return out + shift.unsqueeze(-1).to(out.dtype)
 
 
@@ -110,9 +132,9 @@ class TritonOrDeepGemmExperts(FusedMoEExperts):
         self.experts = FusedMoEExperts(moe_config, quant_config)
         self.fallback_experts = TritonExperts(moe_config, quant_config)
 
-    def apply(self, hidden, w1, w2, topk_weights, topk_ids):
-        chosen = self.experts if len(hidden) > 4 else self.fallback_experts
-        return chosen.apply(hidden, w1, w2, topk_weights, topk_ids)
+    def apply(self, hidden_states, **arguments):
+        chosen = self.experts if len(hidden_states) > 4 else self.fallback_experts
+        return chosen.apply(hidden_states, **arguments)
 
 
 class MoEPrepareAndFinalizeNoDPEPModular:
@@ -128,8 +150,16 @@ class FusedMoEKernelModularImpl:
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
 
-    def apply(self, hidden, w1, w2, topk_weights, topk_ids):
-        return self.fused_experts.apply(hidden, w1, w2, topk_weights, topk_ids)
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+        if len(hidden_states) == 0:
+            return torch.empty_like(hidden_states)
+        return self.fused_experts.apply(
+            hidden_states=hidden_states,
+            w1=w1,
+            w2=w2,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+        )
 
 
 class FusedMoEKernel:
