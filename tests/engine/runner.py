@@ -15,13 +15,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from expert_methods import expert_methods
+
 MARK = "=== job "
-
-
-def expert_methods(model) -> list[str]:
-    """Class names of the quant methods that serve routed experts."""
-    methods = (getattr(module, "quant_method", None) for module in model.modules())
-    return sorted({type(method).__name__ for method in methods if hasattr(method, "moe_kernel")})
 
 
 def serve(job: dict) -> dict:
