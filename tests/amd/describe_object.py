@@ -1,12 +1,14 @@
-"""Prints the table of docs/amd.md: what each code object of the committed library asks for."""
+"""Brings the table of docs/amd.md up to date: what each code object of the library asks for."""
 
 from __future__ import annotations
 
-import sys
+import re
 import tempfile
 from pathlib import Path
 
-from code_objects import LIBRARY, extract
+from code_objects import LIBRARY, ROOT, extract
+
+DOCUMENT = ROOT / "docs" / "amd.md"
 
 _FIELDS = {
     "wave": ".wavefront_size",
@@ -31,4 +33,5 @@ def table(library: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table(LIBRARY))
+    rows = re.compile(r"(?<=<!-- kernels -->\n)(\|.*\n)+")
+    DOCUMENT.write_text(rows.sub(table(LIBRARY), DOCUMENT.read_text()))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from code_objects import ARCHITECTURES, LIBRARY, ROOT, extract, output_of, require
-from describe_object import table
+from describe_object import DOCUMENT, table
 
-DOCUMENT = ROOT / "docs" / "amd.md"
 KERNELS = {"expert_cache_manage_kernel", "expert_cache_gather_kernel"}
 # clang exports a kernel's handle under the kernel's name, and an empty mark of the compilation
 # unit, whatever the visibility.
@@ -120,4 +119,4 @@ def test_code_object_version_is_five(tmp_path: Path) -> None:
 def test_document_describes_this_object() -> None:
     require("llvm-readelf-19", "llvm-objdump-19")
     document = DOCUMENT.read_text()
-    assert table(LIBRARY) in document, "put `python tests/amd/describe_object.py` into docs/amd.md"
+    assert table(LIBRARY) in document, "run `python tests/amd/describe_object.py`"
