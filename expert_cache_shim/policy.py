@@ -24,7 +24,7 @@ COUNTERS = (
 )
 
 MAX_EXPERTS = 1024
-MAX_IDS = 65536
+MAX_IDS = 524288
 MAX_AGE = 2**20 - 1
 LRFU_GAIN = 65536  # what one routed step adds to a score: 1.0 in 16.16 fixed point
 UINT32 = 2**32

@@ -22,7 +22,7 @@ extern "C" {
 #define EXPERT_CACHE_ABI_VERSION 1
 
 #define EXPERT_CACHE_MAX_EXPERTS 1024
-#define EXPERT_CACHE_MAX_IDS 65536
+#define EXPERT_CACHE_MAX_IDS 524288
 #define EXPERT_CACHE_MAX_TENSORS 256
 
 /* Layout of a layer's state: int32 words, all in one device allocation.

@@ -127,7 +127,7 @@ const char *own_error_string(int code) {
     case EXPERT_CACHE_BAD_SLOTS:
       return "the number of slots must be at least 1 and less than the number of experts";
     case EXPERT_CACHE_BAD_IDS:
-      return "there must be 1 to 65536 routing ids, at strides of 0 or more";
+      return "there must be 1 to 524288 routing ids, at strides of 0 or more";
     case EXPERT_CACHE_BAD_ID_TYPE:
       return "routing ids must be int32, int64 or uint32";
     case EXPERT_CACHE_BAD_POLICY:

@@ -23,7 +23,7 @@ struct ManageShared {
   int32_t row[kMaxExperts];                         // by expert: its row in this step
   Flags routed, kinds, admitted;                    // by expert
   Flags evicted, demoted;                           // by expert
-  Flags id_counts;                                  // by work-item: valid ids it has seen
+  Flags id_counts, more_id_counts;                  // by work-item: valid ids it has seen, 7 bits each
   Tallies tallies;
   uint32_t admitted_mask[kGroups];
 };
@@ -221,7 +221,10 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
     load_ids(job, i, id_total, more);
     valid_ids += mark_routed(job, more, shared.routed);
   }
-  shared.id_counts[t] = valid_ids;
+  // A count has 7 bits, which is enough in all but very wide steps.
+  const bool many_ids = id_total > 127 * blockDim.x;
+  shared.id_counts[t] = valid_ids & 127;
+  if (many_ids) shared.more_id_counts[t] = valid_ids >> 7;
   __syncthreads();
 
   const int32_t row_before = item.row;
@@ -234,7 +237,11 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
   if (t < padded(slots)) shared.slot_key[t] = slot_key;
   // The last work-items count: the first ones have had a slot's key to compute.
   const int groups = blockDim.x / kGroup, counted = blockDim.x - 1 - t;
-  if (counted < groups) shared.tallies.count(counted, shared.kinds, shared.id_counts);
+  if (counted < groups) {
+    uint32_t ids_seen = shared.id_counts.sum(counted);
+    if (many_ids) ids_seen += shared.more_id_counts.sum(counted) << 7;
+    shared.tallies.count(counted, shared.kinds, ids_seen);
+  }
   __syncthreads();
 
   Tally tally, before;

@@ -46,7 +46,7 @@ struct alignas(16) Flags {
 enum Kind { kIsRouted = 0, kIsMiss = 1, kIsResident = 2, kIsProtected = 3 };
 
 // Five counts in one integer, so that one addition adds them all. At most 1024 experts fit in
-// eleven bits; the ids, up to 65536, have the top.
+// eleven bits; the ids, below 2^20, have the top.
 struct Tally {
   static constexpr int kBits = 11;
   static constexpr int kIdShift = 4 * kBits;
@@ -67,10 +67,10 @@ struct Tallies {
   uint64_t packed[kGroups];
   uint32_t routed[kGroups], misses[kGroups];
 
-  __device__ __forceinline__ void count(int group, const Flags &kinds, const Flags &id_counts) {
+  __device__ __forceinline__ void count(int group, const Flags &kinds, uint32_t ids) {
     routed[group] = kinds.mask(group, kIsRouted);
     misses[group] = kinds.mask(group, kIsMiss);
-    uint64_t counts = (uint64_t)id_counts.sum(group) << Tally::kIdShift;
+    uint64_t counts = (uint64_t)ids << Tally::kIdShift;
     EXPERT_CACHE_UNROLL
     for (int kind = kIsRouted; kind <= kIsProtected; kind++)
       counts |= (uint64_t)popcount(kinds.mask(group, kind)) << kind * Tally::kBits;
