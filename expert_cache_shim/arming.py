@@ -370,11 +370,8 @@ def _arm_candidates(
             report.refused.append((candidate.name, refusal))
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
-    snapshot = telemetry.open_snapshot(
-        settings.snapshot, report.model, _rank(), [_describe(*entry) for entry in built]
-    )
-    if snapshot is not None and allocator.expose(snapshot.address, snapshot.size):
-        report.snapshot = snapshot
+    if built:
+        report.snapshot = _snapshot(built, allocator, settings, report)
     for index, (candidate, storage, count) in enumerate(built):
         try:
             mirror = report.snapshot.mirror(index) if report.snapshot else None
@@ -386,6 +383,19 @@ def _arm_candidates(
             report.armed.append(armed)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
+
+
+def _snapshot(
+    built: list[tuple[Candidate, Storage, int]], allocator: Allocator, settings: Settings,
+    report: Report,
+) -> telemetry.SnapshotFile | None:  # fmt: skip
+    """The file that the kernels store their counters to; None where that cannot be had."""
+    layers = [_describe(*entry) for entry in built]
+    snapshot = telemetry.open_snapshot(settings.snapshot, report.model, _rank(), layers)
+    if snapshot is not None and not allocator.expose(snapshot.address, snapshot.size):
+        snapshot.path.unlink(missing_ok=True)
+        return None
+    return snapshot
 
 
 def _storage_kind(

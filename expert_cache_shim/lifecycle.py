@@ -63,7 +63,7 @@ def _forget_all() -> None:
 
     for report in arming.reports():
         for layer in report.armed:
-            layer.cache.forget()
+            _guarded(layer.cache.forget)
 
 
 def report_uncalled() -> list[str]:
