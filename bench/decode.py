@@ -109,7 +109,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     common = options.read(arguments)
-    if "compilation_config" not in dict(map(options.pair, arguments.engine)):
+    if "compilation_config" not in options.engine_options(arguments.engine):
         sizes = sorted({1, *arguments.streams})
         common.engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     run = measure(arguments, common)

@@ -56,7 +56,8 @@ def line(arm: dict, task: dict, arguments: argparse.Namespace) -> str:
     return (
         f"{arm['name']}: {task['finished']} of {task['streams']} requests of {task['length']} "
         f"tokens served in {task['seconds']:.1f} s, at most {task['peak_gib']:.2f} GiB of device "
-        f"memory in use, {verdict} the {arguments.gpu_gib:g} allowed"
+        f"memory used by the engine, {verdict} the {arguments.gpu_gib:g} allowed "
+        f"({task['device_gib']:.2f} in use on the device)"
     )
 
 

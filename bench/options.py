@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def add(parser: argparse.ArgumentParser, layers: int = 12, routing: str = "trace
     )
     group.add_argument(
         "--engine", action="append", default=[], metavar="NAME=VALUE",
-        help="an option of vllm.LLM for every arm, the value in JSON or as it is; "
-        "for example attention_backend=TRITON_ATTN, max_num_seqs=16",
+        help="an option of vllm.LLM for every arm, the value in JSON or as it is, for example "
+        "max_num_seqs=16; the variable BENCH_ENGINE holds such options too, separated by blanks",
     )  # fmt: skip
     group.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE",
@@ -64,7 +65,7 @@ def add(parser: argparse.ArgumentParser, layers: int = 12, routing: str = "trace
 
 def read(arguments: argparse.Namespace) -> Options:
     """Raises SystemExit with one line for a NAME=VALUE that is none."""
-    engine = {name: _value(text) for name, text in map(pair, arguments.engine)}
+    engine = engine_options(arguments.engine)
     return Options(
         shape=arguments.shape,
         layers=arguments.layers,
@@ -74,6 +75,13 @@ def read(arguments: argparse.Namespace) -> Options:
         environment=dict(map(pair, arguments.env)),
         logs=arguments.logs,
     )
+
+
+def engine_options(given: list[str]) -> dict[str, Any]:
+    """Options of vllm.LLM: what this machine needs (BENCH_ENGINE, separated by blanks), then
+    what the command line says."""
+    texts = [*os.environ.get("BENCH_ENGINE", "").split(), *given]
+    return {name: _value(text) for name, text in map(pair, texts)}
 
 
 def pair(text: str) -> tuple[str, str]:

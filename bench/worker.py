@@ -32,9 +32,11 @@ class Worker:
         self.job = job
         self.shape = model.SHAPES[job["shape"]]
         self.bandwidth = copy_bandwidth()
+        cap = {}
         if job["memory_gib"] and torch.cuda.is_available():
-            total = torch.cuda.mem_get_info()[1]
-            torch.cuda.set_per_process_memory_fraction(job["memory_gib"] * 2**30 / total)
+            fraction = job["memory_gib"] * 2**30 / torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            cap["gpu_memory_utilization"] = fraction
         self.replay = self._install_routing()
         if job["fault"]:
             fault.install()
@@ -43,7 +45,7 @@ class Worker:
         self.memory_before = used_bytes()
         self.engine = Engine(
             Path(job["snapshots"]) if job["snapshots"] else None,
-            **{"model": str(folder), "load_format": model.LOAD_FORMAT, **job["engine"]},
+            **{"model": str(folder), "load_format": model.LOAD_FORMAT, **job["engine"], **cap},
         )
         self.memory_peak = used_bytes()
 
@@ -141,6 +143,7 @@ class Worker:
             "finished": finished,
             "seconds": time.perf_counter() - started,
             "peak_gib": (self.memory_peak - self.memory_before) / 2**30,
+            "device_gib": self.memory_peak / 2**30,
         }
 
     def task(self, task: dict) -> dict:

@@ -1,0 +1,62 @@
+"""Real vLLM on a GPU. Each test starts engines, a minute or more each.
+
+What vLLM needs on this machine is said in BENCH_ENGINE, for example
+`attention_backend=TRITON_ATTN`, and in vLLM's own environment variables.
+"""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import arms, jobs, options
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_installed(library) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+
+
+def test_tokens_are_those_of_the_resident_model_and_wrong_experts_show():
+    """Resident, offloaded, 64, 32 and 16 slots of 128, under captured graphs, and the control."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.tokens"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_plain_layer_gives_the_same_tokens():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.tokens", "--arms", "resident", "cache-32-plain",
+         "--control", "cache-32-plain"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arm", ["cache-16", "cache-16-plain"])
+def test_a_full_batch_at_full_context_stays_within_the_memory_vllm_was_given(arm):
+    """And the prompts of that batch leave the decode working set as it was."""
+    gib = 8.0
+    common = options.Options(layers=8, memory_gib=gib, engine={
+        **options.ENGINE, **options.engine_options([]), "max_num_seqs": 4,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+    })  # fmt: skip
+    tasks = [
+        {"name": "full", "kind": "full_batch", "streams": 4, "length": 8704},
+        {"name": "after", "kind": "after_prefill", "tokens": 8000, "warm": 96, "steps": 64},
+    ]
+    events = list(jobs.run(arms.parse(arm), tasks, common))
+    errors = [event for event in events if event["event"] == "error"]
+    assert not errors, "\n".join([errors[0]["text"], *errors[0]["log"]])
+    found = {event["name"]: event for event in events if event["event"] == "task"}
+    assert found["full"]["finished"] == 4
+    assert found["full"]["peak_gib"] <= gib
+    misses = found["after"]["misses"]
+    assert misses["without"] > 0
+    assert misses["with"] <= 1.1 * misses["without"]
