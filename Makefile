@@ -28,8 +28,10 @@ cuda: ## the kernels for NVIDIA GPUs
 test: venv host ## every test, the real engine included
 	$(VENV)/bin/python $(PYTEST) tests
 
-test-fast: venv-fast host ## every test that needs no vLLM (under a minute)
-	$(FAST_VENV)/bin/python $(PYTEST) tests --ignore=tests/engine
+# The sanitizers and the builds with a fault take half of the time that the rest takes.
+test-fast: venv-fast host ## without vLLM, sanitizers and injected faults (about a minute)
+	$(FAST_VENV)/bin/python $(PYTEST) tests --ignore=tests/engine \
+	  --ignore=tests/kernels/test_sanitizers.py --ignore=tests/kernels/test_faults.py
 
 demo: venv host ## a small model served with and without the cache
 	$(VENV)/bin/python examples/demo.py
