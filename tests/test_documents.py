@@ -130,11 +130,11 @@ def refusals() -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("reason, remedy", sorted(refusals()))
 def test_a_refusal_is_documented_with_its_remedy(reason, remedy):
-    refusals = page("docs/refusals.md")
+    document = page("docs/refusals.md")
     if reason == ANY:  # the text of another error, which the next test looks for
-        assert f"`{remedy}`" in refusals.text
+        assert f"`{remedy}`" in document.text
     else:
-        assert [f"`{reason}`", f"`{remedy}`"] in [row[:2] for row in refusals.rows]
+        assert [f"`{reason}`", f"`{remedy}`"] in [row[:2] for row in document.rows]
 
 
 def errors() -> set[str]:
