@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, call, configs, load, methods, routing, tuning
+from synthetic import Model, RoutedExperts, call, configs, kernels, load, methods, routing, tuning
 
 from expert_cache_shim import layer as layer_module
-from expert_cache_shim import policy, telemetry
+from expert_cache_shim import native, policy, telemetry
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -157,6 +158,28 @@ def test_control_another_tuned_configuration_changes_the_output(pair, monkeypatc
     expected = call(uncached, *inputs)
     monkeypatch.setattr(tuning.package, "_config", {"BLOCK_SIZE_K": 16})
     assert not torch.equal(call(cached, *inputs), expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_tuned_configuration_is_forced_only_while_the_kernel_runs(pair, fails):
+    seen = []
+
+    class Noting(kernels.TritonExperts):
+        def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+            seen.append(tuning.package._config)
+            if fails:
+                raise RuntimeError("out of memory")
+            return super().apply(hidden_states, w1, w2, topk_weights, topk_ids)
+
+    class Method(methods.UnquantizedFusedMoEMethod):
+        def make_experts(self, layer):
+            return Noting(self.moe, self.moe_quant_config)
+
+    _, cached, _ = pair(Method, storage="plain")
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        call(cached, *step(cached))
+    assert seen == [{"BLOCK_SIZE_K": 32}]
+    assert tuning.package._config is None
 
 
 def test_an_override_of_the_tuned_configuration_is_respected_and_left(pair, monkeypatch):
@@ -348,6 +371,63 @@ def test_a_layer_that_is_not_armed_can_share_the_quant_method(pair):
     expected = RoutedExperts(seed=2, quant_method=uncached.quant_method)
     assert torch.equal(call(other, *inputs), call(expected, *inputs))
     assert counters(armed)["steps"] == 0
+
+
+# --- Kernels that cannot be launched, and graphs ----------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["manage", "gather"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_layer_whose_kernel_cannot_be_launched_is_served_by_vllm_from_then_on(
+    pair, library, monkeypatch, caplog, kernel, storage
+):
+    uncached, cached, armed = pair(storage=storage)
+    inputs = list(steps(uncached, 10))
+    for x in inputs[:5]:
+        call(cached, *x)
+
+    def fail(args, stream=0):
+        raise native.KernelError(f"expert_cache_{kernel}", 719, "unspecified launch failure")
+
+    monkeypatch.setattr(library, kernel, fail)
+    counted = armed.cache.calls()
+    for x in inputs:
+        assert torch.equal(call(cached, *x), call(uncached, *x))
+    assert "apply" not in vars(cached.quant_method)
+    assert armed.cache.calls() <= counted + 1
+    (message,) = caplog.messages
+    assert armed.name in message
+    assert "unspecified launch failure" in message
+
+
+def test_when_one_of_two_layers_with_one_quant_method_gives_up_both_are_right(
+    arm, library, monkeypatch
+):
+    def pair_of_layers():
+        first = RoutedExperts(seed=1)
+        return load(Model(first, RoutedExperts(seed=2, quant_method=first.quant_method)))
+
+    uncached, cached = pair_of_layers(), pair_of_layers()
+    report = arm(cached)
+    manage, broken = library.manage, report.armed[0].cache.state.data_ptr()
+
+    def fail(args, stream=0):
+        if args.state == broken:
+            raise native.KernelError("expert_cache_manage", 719, "unspecified launch failure")
+        return manage(args, stream)
+
+    monkeypatch.setattr(library, "manage", fail)
+    for inputs in steps(uncached.routed[0], 6):
+        for one, other in zip(uncached.routed, cached.routed, strict=True):
+            assert torch.equal(call(other, *inputs), call(one, *inputs))
+
+
+def test_a_step_inside_a_graph_uses_rows_whatever_its_width(pair, monkeypatch):
+    uncached, cached, armed = pair()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for inputs in steps(uncached, 10):
+        assert torch.equal(call(cached, *inputs), call(uncached, *inputs))
+    assert counters(armed)["steps"] == 10
 
 
 # --- What vLLM's objects see ----------------------------------------------------------------

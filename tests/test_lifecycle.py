@@ -43,7 +43,7 @@ def fresh_count(monkeypatch):
 
 @pytest.fixture
 def worker(arm):
-    """A watched worker whose model is armed; its reports are those of this model only."""
+    """A watched worker whose model is armed."""
     model = model_of(methods.Int8ChannelMoEMethod, methods.UnquantizedFusedMoEMethod)
     report = arm(model)
     watched = worker_class()
@@ -52,12 +52,6 @@ def worker(arm):
     worker.report = report
     worker.armed_model = model  # reports live as long as their model
     return worker
-
-
-@pytest.fixture(autouse=True)
-def own_reports(monkeypatch):
-    """Models of other tests may not be collected yet."""
-    monkeypatch.setattr(arming, "_reports", type(arming._reports)())
 
 
 def execute(worker, times: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 
 import pytest
 
@@ -50,8 +51,10 @@ def settings(monkeypatch, tmp_path, vllm_modules):
 
 
 @pytest.fixture
-def arm(library, settings):
+def arm(library, settings, monkeypatch):
     """Arms a loaded model as vLLM's loader would and returns the report."""
+    # The models of earlier tests may not be collected yet.
+    monkeypatch.setattr(arming, "_reports", weakref.WeakKeyDictionary())
 
     def arm_model(model: Model, config=MODEL_CONFIG) -> arming.Report:
         return arming.arm_model(model, config)
