@@ -108,10 +108,7 @@ def main() -> None:
             arms.parse(name)
     except ValueError as error:
         parser.error(str(error))
-    common = options.read(arguments)
-    if "compilation_config" not in options.engine_options(arguments.engine):
-        sizes = sorted({1, *arguments.streams})
-        common.engine["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    common = options.read(arguments, arguments.streams)
     run = measure(arguments, common)
     print("", report.table(run), sep="\n")
 

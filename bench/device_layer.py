@@ -32,9 +32,7 @@ class DeviceLayer:
         self.device = torch.device(device)
         self.reference = Reference(experts, slots, policy)
         pinned = self.device.type == "cuda"
-        self.state = torch.zeros(
-            native.state_words(experts), dtype=torch.int32, device=self.device
-        )
+        self.state = torch.zeros(native.state_words(experts), dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=self.device)
         self.mirror = torch.zeros(len(COUNTERS), dtype=torch.int64, pin_memory=pinned)
         self._args = native.Manage(

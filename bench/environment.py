@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -18,7 +19,14 @@ def describe() -> dict[str, str]:
     found = {
         "command": " ".join(["python", "-m", *_module_and_arguments()]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        # BENCH_COMMIT for a copy of the tree that has left its repository behind.
+        "commit": os.environ.get("BENCH_COMMIT")
+        or _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "variables": " ".join(
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("BENCH_ENGINE", "EXPERT_CACHE_", "VLLM_"))
+        ),
         "gpu": _gpu(),
         "driver": _nvidia_smi("driver_version"),
         "link": _nvidia_smi("pcie.link.gen.max,pcie.link.width.max"),

@@ -74,13 +74,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options.add(parser, layers=48)
     arguments = parser.parse_args()
-    common = options.read(arguments)
+    common = options.read(arguments, [1, 4])
     common.memory_gib = arguments.gpu_gib
-    common.engine.update(
-        max_model_len=arguments.context,
-        max_num_seqs=arguments.batch,
-        compilation_config={"cudagraph_capture_sizes": [1, 2, 4]},
-    )
+    common.engine.update(max_model_len=arguments.context, max_num_seqs=arguments.batch)
     run = {"environment": environment.describe(), "gpu_gib": arguments.gpu_gib, "arms": []}
     for name in arguments.arms or ["resident", "uncached", f"cache-{arguments.slots}"]:
         arm = {"name": name, "tasks": []}

@@ -41,9 +41,7 @@ SHAPES = {
     "512-experts": Shape(
         hidden=2048, expert_hidden=512, heads=16, key_value_heads=2, head=256, experts=512, top_k=10
     ),
-    "tiny": Shape(
-        hidden=64, expert_hidden=32, heads=2, key_value_heads=2, head=32, vocabulary=512
-    ),
+    "tiny": Shape(hidden=64, expert_hidden=32, heads=2, key_value_heads=2, head=32, vocabulary=512),
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .model import SHAPES
 
-# Enough room for the prompts below; graphs for the batch sizes that are measured, and no more,
-# because each costs start-up time.
+# Room for a prompt of 8,192 tokens in one step, and for the decode that follows it.
 ENGINE = {
     "skip_tokenizer_init": True,
     "max_model_len": 8704,
@@ -21,7 +21,6 @@ ENGINE = {
     "gpu_memory_utilization": 0.5,
     "enable_prefix_caching": False,
     "seed": 0,
-    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]},
 }
 
 
@@ -63,18 +62,23 @@ def add(parser: argparse.ArgumentParser, layers: int = 12, routing: str = "trace
     group.add_argument("--logs", type=Path, help="folder for the engines' logs")
 
 
-def read(arguments: argparse.Namespace) -> Options:
-    """Raises SystemExit with one line for a NAME=VALUE that is none."""
-    engine = engine_options(arguments.engine)
+def read(arguments: argparse.Namespace, batches: Iterable[int]) -> Options:
+    """batches: the numbers of streams to capture graphs for, and no more, as each costs start-up
+    time. Raises SystemExit with one line for a NAME=VALUE that is none."""
     return Options(
         shape=arguments.shape,
         layers=arguments.layers,
         routing=arguments.routing,
         hot=arguments.hot,
-        engine={**ENGINE, **engine},
+        engine={**ENGINE, **capture(batches), **engine_options(arguments.engine)},
         environment=dict(map(pair, arguments.env)),
         logs=arguments.logs,
     )
+
+
+def capture(batches: Iterable[int]) -> dict[str, Any]:
+    """The option of vllm.LLM for graphs of these batch sizes."""
+    return {"compilation_config": {"cudagraph_capture_sizes": sorted({1, *batches})}}
 
 
 def engine_options(given: list[str]) -> dict[str, Any]:

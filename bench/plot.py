@@ -1,6 +1,6 @@
 """A picture of a run of bench.decode: every cell of every cached arm over its floor.
 
-    python -m bench.plot decode.json decode.png
+python -m bench.plot decode.json decode.png
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def draw(run: dict, path: Path) -> None:
         shift = (index - (len(arms) - 1) / 2) * width
         places = [names.index(cell.name) + shift for cell in cells]
         colour = _colour(arm, arms)
-        rates.bar(places, [c.tokens_per_second for c in cells], 0.9 * width, label=arm, color=colour)
+        rates.bar(
+            places, [c.tokens_per_second for c in cells], 0.9 * width, label=arm, color=colour
+        )
         _points(floors, [(x, c.over_floor) for x, c in zip(places, cells) if c.over_floor], colour)
     rates.set_yscale("log")
     rates.set_ylabel("tokens per second")

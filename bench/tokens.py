@@ -27,7 +27,8 @@ def requests(scale: float) -> list[dict]:
 
     streams = scaled(16)
     one = [
-        {"prompts": [scaled(length)], "max_tokens": scaled(48)} for length in (16, 900, 40, 2048, 16)
+        {"prompts": [scaled(length)], "max_tokens": scaled(48)}
+        for length in (16, 900, 40, 2048, 16)
     ]
     many = {
         "prompts": [scaled(16 + 7 * stream) for stream in range(streams)],
@@ -89,8 +90,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options.add(parser, layers=4, routing="model")
     arguments = parser.parse_args()
-    common = options.read(arguments)
-    common.engine["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    common = options.read(arguments, [1, 2, 4, 8, 16])
     work = [(name, False) for name in arguments.arms]
     if arguments.control != "none":
         work.append((arguments.control, True))

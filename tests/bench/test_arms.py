@@ -48,11 +48,12 @@ def test_options_of_the_engine_come_from_the_variable_and_the_command_line(monke
     parser = argparse.ArgumentParser()
     options.add(parser)
     read = options.read(
-        parser.parse_args(["--engine", "max_num_seqs=16", "--engine", 'x={"a": [1]}'])
+        parser.parse_args(["--engine", "max_num_seqs=16", "--engine", 'x={"a": [1]}']), [4, 1]
     )
     assert read.engine["attention_backend"] == "TRITON_ATTN"
     assert read.engine["max_num_seqs"] == 16
     assert read.engine["x"] == {"a": [1]}
+    assert read.engine["compilation_config"] == {"cudagraph_capture_sizes": [1, 4]}
     assert read.engine["seed"] == 0
 
 

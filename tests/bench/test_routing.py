@@ -17,9 +17,7 @@ def rows() -> np.ndarray:
 def ids_of_a_step(replay: Replay, tokens: int) -> np.ndarray:
     """int32 `[LAYERS, tokens, 8]`: each layer asks once, in order."""
     hidden = torch.empty(tokens, 4)
-    return np.stack(
-        [replay.route_tokens(hidden, hidden, 8)[1].numpy() for _ in range(LAYERS)]
-    )
+    return np.stack([replay.route_tokens(hidden, hidden, 8)[1].numpy() for _ in range(LAYERS)])
 
 
 @pytest.mark.parametrize("layers, top_k", [(1, 8), (48, 8), (12, 4)])

@@ -44,8 +44,8 @@ def test_a_full_batch_at_full_context_stays_within_the_memory_vllm_was_given(arm
     """And the prompts of that batch leave the decode working set as it was."""
     gib = 8.0
     common = options.Options(layers=8, memory_gib=gib, engine={
-        **options.ENGINE, **options.engine_options([]), "max_num_seqs": 4,
-        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]},
+        **options.ENGINE, **options.capture([1, 4]), **options.engine_options([]),
+        "max_num_seqs": 4,
     })  # fmt: skip
     tasks = [
         {"name": "full", "kind": "full_batch", "streams": 4, "length": 8704},
