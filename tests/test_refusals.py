@@ -5,7 +5,6 @@ A refused layer is left exactly as it was: the same objects under the same names
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -17,30 +16,6 @@ from synthetic.checks import assert_untouched, model_of, parts
 from expert_cache_shim import arming, native
 
 pytest_plugins = ["synthetic.fixtures"]
-
-
-@pytest.fixture
-def refused(arm, library, caplog):
-    """Arms a model that must be refused whole, and returns its one reason and remedy."""
-
-    def check(model, config=MODEL_CONFIG):
-        before = parts(model)
-        caplog.clear()
-        report = arm(model, config)
-        assert report.armed == []
-        assert [name for name, _ in report.refused] == [
-            f"layers.{n}.experts.routed_experts" for n in range(len(model.routed))
-        ]
-        assert_untouched(model, before)
-        assert library.all_is_freed()
-        assert report not in list(arming.reports())
-        ((reason, remedy),) = {(r.reason, r.remedy) for _, r in report.refused}
-        line = caplog.messages[-1]
-        assert f"{len(model.routed)} of {len(model.routed)} MoE layers of synthetic" in line
-        assert line.endswith(f"{reason}; {remedy}")
-        return reason, remedy
-
-    return check
 
 
 def test_a_draft_model(refused):
@@ -258,7 +233,9 @@ def test_only_the_offloaded_layers_of_a_model_are_armed(arm, library, monkeypatc
     )  # fmt: skip
     report = arm(model)
     assert [armed.name for armed in report.armed] == ["layers.0.experts.routed_experts"]
-    assert [str(r.reason) for _, r in report.refused] == ["its weights are resident in device memory"]
+    assert [str(r.reason) for _, r in report.refused] == [
+        "its weights are resident in device memory"
+    ]
 
 
 @pytest.mark.parametrize("slots", [8, 9, 4000])
@@ -344,87 +321,3 @@ def test_without_virtual_memory_plain_storage_serves_and_a_line_says_why(
     assert {armed.cache.storage.kind for armed in report.armed} == {"plain"}
     assert "no virtual memory management here" in caplog.text
     assert "not supported" in caplog.text
-
-
-# --- Leaks: per-expert data where the cache cannot replace it --------------------------------
-
-
-def hide_in_precision_config(layer):
-    scale = layer.w13_weight_scale
-    layer.quant_method.moe_quant_config._w1.scale = configs.PrecisionConfig(scale)
-
-
-def hide_in_list_of_config(layer):
-    layer.quant_method.moe_quant_config.gemm1_clamp_limit = [torch.ones(8)]
-
-
-def hide_in_tuple_of_experts(layer):
-    layer.quant_method.moe_kernel.fused_experts.pair = (layer.w13_weight_scale, None)
-
-
-def hide_in_dict_of_method(layer):
-    layer.quant_method.by_name = {"w13": layer.w13_weight_scale}
-
-
-def hide_in_helper_of_kernel(layer):
-    layer.quant_method.moe_kernel.codec = SimpleNamespace(table=SimpleNamespace(x=torch.ones(8, 2)))
-
-
-def hide_in_helper_of_impl(layer):
-    layer.quant_method.moe_kernel.impl.codec = SimpleNamespace(scale=layer.w2_weight_scale)
-
-
-def hide_in_partial(layer):
-    layer.quant_method.run = functools.partial(
-        kernels.compute_experts, config=layer.quant_method.moe_quant_config
-    )
-
-
-def hide_in_other_dimension(layer):
-    layer.quant_method.moe_quant_config._a1.scale = torch.ones(2, 8)
-
-
-def hide_in_prepare_finalize(layer):
-    layer.quant_method.moe_kernel.impl.prepare_finalize.scales = torch.ones(8)
-
-
-@pytest.mark.parametrize(
-    ("hide", "place"),
-    [
-        (hide_in_precision_config, "_w1.scale.weight_scale"),
-        (hide_in_list_of_config, "gemm1_clamp_limit.0"),
-        (hide_in_tuple_of_experts, "pair.0"),
-        (hide_in_dict_of_method, "by_name.w13"),
-        (hide_in_helper_of_kernel, "codec.table.x"),
-        (hide_in_helper_of_impl, "codec.scale"),
-        (hide_in_partial, "run.keywords.config._w1.scale"),
-        (hide_in_other_dimension, "_a1.scale"),
-        (hide_in_prepare_finalize, "prepare_finalize.scales"),
-    ],
-)
-def test_per_expert_data_out_of_reach_is_refused_by_its_place(refused, hide, place):
-    model = model_of(methods.Int8ChannelMoEMethod)
-    hide(model.routed[0])
-    reason, remedy = refused(model)
-    assert reason.startswith("quant_method.")
-    assert f".{place} is per-expert data that the cache cannot stand in for" in reason
-    assert "--moe-backend" in remedy
-
-
-def test_gpt_oss_scales_are_refused(refused):
-    reason, _ = refused(model_of(methods.GptOssMxfp4MoEMethod))
-    assert "_w1.scale.weight_scale is per-expert data" in reason
-
-
-def hold_nothing_per_expert(layer):
-    kernel = layer.quant_method.moe_kernel
-    kernel.impl.workspace = [torch.ones(9), torch.ones(7, 9)]
-    kernel.fused_experts.one_value = [torch.ones(1).expand(8)]
-    kernel.fused_experts.empty = [torch.empty(8, 0)]
-    layer.quant_method.layer_module = torch.nn.Linear(8, 8)
-
-
-def test_tensors_that_are_not_per_expert_are_no_leak(arm):
-    model = model_of(methods.Int8ChannelMoEMethod)
-    hold_nothing_per_expert(model.routed[0])
-    assert len(arm(model).armed) == 1

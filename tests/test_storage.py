@@ -102,9 +102,7 @@ def test_layers_of_other_sizes_or_slots_share_nothing(allocator):
     assert all((tensor == value).all() for value, tensor in enumerate(tensors))
 
 
-def test_the_memory_of_many_layers_is_their_slots_and_one_set_of_overflow_rows(
-    allocator, library
-):
+def test_the_memory_of_many_layers_is_their_slots_and_one_set_of_overflow_rows(allocator, library):
     record, layers = 2 * PAGE, 5
     storages = [allocator.virtual(layer(weight(record)), S) for _ in range(layers)]
     assert sum(library.memories.values()) == (layers * S + E - S) * record
@@ -187,7 +185,7 @@ def test_a_driver_that_refuses_is_a_storage_error_and_leaves_nothing(
     library, allocator, monkeypatch, function, call
 ):
     fail_at_call(monkeypatch, library, function, call if function != "granularity" else 0)
-    with pytest.raises(StorageError, match="no virtual memory management here: .*refused"):
+    with pytest.raises(StorageError, match=r"no virtual memory management here: .*refused"):
         allocator.prove_virtual()
     assert library.all_is_freed()
 
@@ -296,9 +294,7 @@ def test_plain_scratch_of_another_type_or_layout_is_another(allocator):
         weight().view(torch.int32),
         weight().view(E, 2, -1).transpose(1, 2),
     )
-    scratch = [
-        allocator.plain(layer(w), S, scratch=True).placements[0].scratch for w in weights
-    ]
+    scratch = [allocator.plain(layer(w), S, scratch=True).placements[0].scratch for w in weights]
     assert len({rows.data_ptr() for rows in scratch}) == 3
 
 

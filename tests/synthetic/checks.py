@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+
+from expert_cache_shim import policy
+from expert_cache_shim.layer import ArmedLayer
 
 from .methods import UnquantizedFusedMoEMethod
 from .models import Model, RoutedExperts, call, load, routing
@@ -46,3 +51,29 @@ def outputs(model: Model) -> list[torch.Tensor]:
 
 def assert_same(outs: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(outs, others, strict=True))
+
+
+def loaded_layer(method: type = UnquantizedFusedMoEMethod, **options) -> RoutedExperts:
+    return load(Model(RoutedExperts(method, seed=1, **options))).routed[0]
+
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def step(
+    layer: RoutedExperts, tokens: int = 1, seed: int = 0, dtype: torch.dtype = torch.int32
+) -> Inputs:
+    return routing(layer, tokens, torch.Generator().manual_seed(seed), dtype)
+
+
+def steps(layer: RoutedExperts, count: int, dtype: torch.dtype = torch.int32) -> Iterator[Inputs]:
+    """Random routing, mostly of a few tokens, at times of more experts than there are slots."""
+    random = torch.Generator().manual_seed(0)
+    widths = torch.tensor([1, 1, 1, 2, 4, 9])
+    for _ in range(count):
+        tokens = int(widths[torch.randint(len(widths), (1,), generator=random)])
+        yield routing(layer, tokens, random, dtype)
+
+
+def counters(armed: ArmedLayer) -> dict[str, int]:
+    return dict(zip(policy.COUNTERS, armed.cache.counters.tolist(), strict=True))

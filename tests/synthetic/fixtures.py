@@ -11,7 +11,9 @@ import pytest
 from expert_cache_shim import arming, native
 
 from . import tuning
+from .checks import assert_untouched, loaded_layer, parts
 from .counted_library import CountedLibrary
+from .methods import UnquantizedFusedMoEMethod
 from .models import MODEL_CONFIG, Model
 
 
@@ -60,3 +62,43 @@ def arm(library, settings, monkeypatch):
         return arming.arm_model(model, config)
 
     return arm_model
+
+
+@pytest.fixture
+def pair(arm, settings):
+    """Two equal layers, one of them armed: `(uncached, cached, its ArmedLayer)`."""
+    models = []  # reports live as long as their model
+
+    def make(method=UnquantizedFusedMoEMethod, storage="virtual", variables=None, **options):
+        settings(storage=storage, **(variables or {}))
+        uncached, cached = (loaded_layer(method, **options) for _ in range(2))
+        models.append(Model(cached))
+        report = arm(models[-1])
+        assert [str(refusal) for _, refusal in report.refused] == []
+        return uncached, cached, report.armed[0]
+
+    return make
+
+
+@pytest.fixture
+def refused(arm, library, caplog):
+    """Arms a model that must be refused whole, and returns its one reason and remedy."""
+
+    def check(model: Model, config=MODEL_CONFIG) -> tuple[str, str]:
+        before = parts(model)
+        caplog.clear()
+        report = arm(model, config)
+        assert report.armed == []
+        assert [name for name, _ in report.refused] == [
+            f"layers.{n}.experts.routed_experts" for n in range(len(model.routed))
+        ]
+        assert_untouched(model, before)
+        assert library.all_is_freed()
+        assert report not in list(arming.reports())
+        ((reason, remedy),) = {(r.reason, r.remedy) for _, r in report.refused}
+        line = caplog.messages[-1]
+        assert f"{len(model.routed)} of {len(model.routed)} MoE layers of synthetic" in line
+        assert line.endswith(f"{reason}; {remedy}")
+        return reason, remedy
+
+    return check

@@ -42,9 +42,7 @@ def project(
     return out if desc.bias is None else out + desc.bias[rows].float()
 
 
-def dequantise(
-    weight: torch.Tensor, desc: FusedMoEQuantDesc, rows: torch.Tensor
-) -> torch.Tensor:
+def dequantise(weight: torch.Tensor, desc: FusedMoEQuantDesc, rows: torch.Tensor) -> torch.Tensor:
     """The experts of some rows in float32 `[n, N, K]`."""
     values = weight[rows]
     if weight.dtype == torch.int32:  # eight 4-bit values a word

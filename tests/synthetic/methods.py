@@ -168,7 +168,9 @@ class Fp8TensorMoEMethod(QuantizedMoEMethod):
 
     def create_weights(self, layer, random):
         super().create_weights(layer, random)
-        layer.register_parameter("w13_input_scale", parameter(torch.tensor(1.5).expand(layer.experts)))
+        layer.register_parameter(
+            "w13_input_scale", parameter(torch.tensor(1.5).expand(layer.experts))
+        )
 
     def get_fused_moe_quant_config(self, layer):
         config = super().get_fused_moe_quant_config(layer)
