@@ -82,6 +82,7 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
     report = Report("model")
     try:
         report.model = vllm_compat.model_name(model_config)
+        _reports.pop(model, None)  # or the slots of a first loading would stay while a second arms
         layers = list(vllm_compat.moe_layers(model))
         if layers:
             _arm(_rebind_armed(layers, report), model_config, report)
@@ -98,7 +99,8 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
 
 def armed_layer(layer: torch.nn.Module) -> ArmedLayer | None:
     """The cache in front of this layer, if there is one."""
-    owner = getattr(vars(layer.quant_method).get("apply"), "__self__", None)
+    held = getattr(layer.quant_method, "__dict__", {})
+    owner = getattr(held.get("apply"), "__self__", None)
     return owner if isinstance(owner, ArmedLayer) and owner.serves(layer) else None
 
 
@@ -305,8 +307,12 @@ def _check_leaks(method: Any, tensors: ExpertTensors) -> None:
     def take(tensor: torch.Tensor, place: str) -> torch.Tensor:
         return tensor if tensors.find(tensor) is None else nothing
 
-    for place, tensor in reachable_tensors(vars(copy_method(method, take)), "quant_method"):
+    left = vars(copy_method(method, take))
+    for place, tensor in reachable_tensors(left, "quant_method"):
         if tensors.find(tensor) is not None or _is_per_expert(tensor, tensors.experts):
+            raise Refusal(_leak(place), _OTHER_KERNEL)
+    for place, tensor in reachable_tensors(left, "quant_method", modules=True):
+        if tensors.find(tensor) is not None:
             raise Refusal(_leak(place), _OTHER_KERNEL)
 
 
@@ -379,6 +385,7 @@ def _arm_candidates(
                 allocator.library, storage, candidate.experts, count, settings, mirror
             )
             armed = ArmedLayer(candidate.name, candidate.layer, candidate.tensors, cache)
+            armed.snapshot = report.snapshot  # stays registered for as long as a kernel stores
             armed.install()
             report.armed.append(armed)
         except Exception as error:
@@ -392,7 +399,7 @@ def _snapshot(
     """The file that the kernels store their counters to; None where that cannot be had."""
     layers = [_describe(*entry) for entry in built]
     snapshot = telemetry.open_snapshot(settings.snapshot, report.model, _rank(), layers)
-    if snapshot is not None and not allocator.expose(snapshot.address, snapshot.size):
+    if snapshot is not None and not allocator.expose(snapshot):
         snapshot.path.unlink(missing_ok=True)
         return None
     return snapshot

@@ -45,22 +45,37 @@ def plan(candidates: Sequence[Candidate], settings: Settings, device: torch.devi
     room = room_on(device, candidates)
     if room is None:
         return Plan(slots, settings.overflow != "off")
+    wanted = max(slots.values())
+    least = wanted if settings.names_a_budget else 1
+    overflow = settings.overflow != "off"
+    most = _most_slots(candidates, slots, overflow, room, least)
+    if most is None and settings.overflow == "auto":
+        overflow = False
+        most = _most_slots(candidates, slots, overflow, room, least)
+    most = least if most is None else most
     notes = []
-    if not settings.names_a_budget:
-        most = max(1, (room - _overflow_bytes(candidates, slots)) // price)
-        if most < max(slots.values()):
-            slots = {name: min(count, most) for name, count in slots.items()}
-            notes.append(f"{most} slots a layer is what fits beside the KV cache")
-    left = room - sum(c.slot_bytes * slots[c.name] for c in candidates)
-    overflow = settings.overflow == "on" or (
-        settings.overflow == "auto" and _overflow_bytes(candidates, slots) <= left
-    )
+    if most < wanted:
+        slots = {name: min(count, most) for name, count in slots.items()}
+        notes.append(f"{most} slots a layer is what fits beside the KV cache")
     if settings.overflow == "auto" and not overflow:
         notes.append(
             "no room for overflow rows, so steps wider than the slots read through; "
             "EXPERT_CACHE_OVERFLOW=on takes the room from the KV cache"
         )
     return Plan(slots, overflow, "; ".join(notes))
+
+
+def _most_slots(
+    candidates: Sequence[Candidate], slots: dict[str, int], overflow: bool, room: int, least: int
+) -> int | None:
+    """The largest cap on every layer's slots, `least` or more, that fits the room."""
+    for cap in range(max(slots.values()), least - 1, -1):
+        capped = {name: min(count, cap) for name, count in slots.items()}
+        cost = sum(c.slot_bytes * capped[c.name] for c in candidates)
+        cost += _overflow_bytes(candidates, capped) if overflow else 0
+        if cost <= room:
+            return cap
+    return None
 
 
 def room_on(device: torch.device, candidates: Sequence[Candidate]) -> int | None:

@@ -124,29 +124,47 @@ def storage_key(tensor: torch.Tensor) -> tuple:
 
 
 def reachable_tensors(
-    root: Any, place: str, depth: int = 7, seen: set[int] | None = None
+    root: Any, place: str, depth: int = 7, modules: bool = False, seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors held by an object's fields, down to `depth` objects, with their dotted place.
 
-    Walks plain objects, lists, tuples, dicts and the arguments of functools.partial; not
-    modules, not functions. Every object is visited once.
+    Walks plain objects, containers, and what functions and methods are bound to. `modules`: the
+    tensors that a module itself owns too; never its children, which may be the whole model.
+    Every object is visited once.
     """
     seen = set() if seen is None else seen
     if isinstance(root, torch.Tensor):
         yield place, root
     elif depth and id(root) not in seen:
         seen.add(id(root))
-        for name, value in _children(root):
-            yield from reachable_tensors(value, f"{place}.{name}", depth - 1, seen)
+        for name, value in _children(root, modules):
+            yield from reachable_tensors(value, f"{place}.{name}", depth - 1, modules, seen)
 
 
-def _children(root: Any) -> list[tuple[str, Any]]:
+def _children(root: Any, modules: bool) -> list[tuple[str, Any]]:
     if isinstance(root, dict):
         return [(str(key), value) for key, value in root.items()]
     if isinstance(root, (list, tuple, set)):
         return [(str(index), value) for index, value in enumerate(root)]
     if isinstance(root, functools.partial):
-        return [("args", root.args), ("keywords", root.keywords)]
-    if isinstance(root, (type, types.ModuleType, types.FunctionType, torch.nn.Module)):
+        return [("func", root.func), ("args", root.args), ("keywords", root.keywords)]
+    if isinstance(root, types.MethodType):
+        return [("__self__", root.__self__), ("__func__", root.__func__)]
+    if isinstance(root, types.FunctionType):
+        cells = [(name, cell) for name, cell in zip(root.__code__.co_freevars, root.__closure__ or ())]
+        return [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()] + [
+            ("__defaults__", root.__defaults__), ("__kwdefaults__", root.__kwdefaults__)
+        ]  # fmt: skip
+    if isinstance(root, (type, types.ModuleType)) or type(root).__module__.startswith("vllm.config"):
         return []
-    return list(getattr(root, "__dict__", {}).items())
+    held = list(getattr(root, "__dict__", {}).items())
+    if isinstance(root, torch.nn.Module):
+        held += [*root._parameters.items(), *root._buffers.items()]
+        return [(n, t) for n, t in held if modules and isinstance(t, torch.Tensor)]
+    slots = [n for base in type(root).__mro__ for n in _slots(base)]
+    return held + [(name, getattr(root, name)) for name in slots if hasattr(root, name)]
+
+
+def _slots(base: type) -> tuple[str, ...]:
+    names = vars(base).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -11,7 +11,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from .discovery import ExpertTensors
 from .native import Gather, KernelError, Library, Manage
 from .settings import Settings
 from .storage import Storage
+
+if TYPE_CHECKING:
+    from .telemetry import SnapshotFile
 
 logger = logging.getLogger("vllm.expert_cache")
 
@@ -240,6 +243,7 @@ class ArmedLayer:
     ) -> None:
         self.name = name
         self.cache = cache
+        self.snapshot: SnapshotFile | None = None
         self.record_bytes = sum(entry.nbytes for entry in tensors)
         self._layer = layer
         self._original = layer.quant_method.apply

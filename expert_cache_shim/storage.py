@@ -14,13 +14,16 @@ import ctypes
 import logging
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .discovery import ExpertTensor, ExpertTensors
 from .native import HOST_READABLE, Library
 from .native import Tensor as TableEntry
+
+if TYPE_CHECKING:
+    from .telemetry import SnapshotFile
 
 logger = logging.getLogger("vllm.expert_cache")
 
@@ -123,15 +126,18 @@ class Allocator:
         self.index = device.index or 0
         self._shared: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
-    def expose(self, address: int, size: int) -> bool:
-        """Lets the device store to host memory of ours (a snapshot's counters). The memory must
-        be page-aligned. False where the driver does not do that."""
+    def expose(self, snapshot: SnapshotFile) -> bool:
+        """Lets the device store to a snapshot's counters until the snapshot is dropped. False
+        where the driver does not do that."""
         if self.device.type != "cuda":
             return True
         mapped = 2  # cudaHostRegisterMapped, hipHostRegisterMapped
-        error = torch.cuda.cudart().cudaHostRegister(address, size, mapped)
-        if int(error) == 0 and self.library.pointer_kind(address) == HOST_READABLE:
-            return True
+        runtime, address = torch.cuda.cudart(), snapshot.address
+        error = int(runtime.cudaHostRegister(address, snapshot.size, mapped))
+        if error == 0:
+            weakref.finalize(snapshot, runtime.cudaHostUnregister, address).atexit = False
+            if self.library.pointer_kind(address) == HOST_READABLE:
+                return True
         logger.warning(
             "expert cache: the driver does not map the counter snapshot (error %s), so there "
             "is none; set EXPERT_CACHE_SNAPSHOT to a folder in memory, such as /dev/shm", error,

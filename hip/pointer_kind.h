@@ -48,7 +48,11 @@ inline int pointer_kind(const void *pointer, int32_t *kind) {
   // hipMemoryType was {host 0, device 1} before ROCm 6 and is {unregistered 0, host 1, device 2}
   // since; ROCm 5 answers for unregistered memory with an error, later ones with either.
   const int host = version >= 60000000 ? 1 : 0;
+#if defined(HIP_VERSION_MAJOR) && HIP_VERSION_MAJOR < 6
+  const int type = (int)attributes.memoryType;
+#else
   const int type = (int)attributes.type;
+#endif
   if (error || type < host)
     *kind = kUnreadableHostMemory;
   else
