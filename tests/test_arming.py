@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, load, methods
+from synthetic import Model, RoutedExperts, kernels, load, methods
 from synthetic.checks import assert_same, assert_untouched, model_of, outputs, parts
 
-from expert_cache_shim import arming, native
+from expert_cache_shim import arming
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -24,7 +24,9 @@ LOGGER = "vllm.expert_cache"
 def test_every_moe_layer_of_a_model_is_armed_and_nothing_else(arm):
     model = model_of(count=3)
     report = arm(model)
-    assert [a.name for a in report.armed] == [f"layers.{n}.experts.routed_experts" for n in range(3)]
+    assert [a.name for a in report.armed] == [
+        f"layers.{n}.experts.routed_experts" for n in range(3)
+    ]
     assert report.refused == []
     assert list(arming.reports()) == [report]
 
@@ -51,8 +53,9 @@ def test_layers_refused_for_one_reason_share_one_line(arm, caplog):
     assert (len(report.armed), len(report.refused)) == (1, 3)
     armed_line, refused_line = caplog.messages
     assert "1 of 4 MoE layers of synthetic armed" in armed_line
-    assert "3 of 4 MoE layers of synthetic not armed (layers.0.experts.routed_experts and 2 more)" in (
-        refused_line
+    assert (
+        "3 of 4 MoE layers of synthetic not armed (layers.0.experts.routed_experts and 2 more)"
+        in (refused_line)
     )
 
 
@@ -134,6 +137,28 @@ def test_weights_that_are_processed_again_are_served_with_their_new_kernel(arm, 
     assert library.all_is_freed()
 
 
+def test_a_new_kernel_over_weights_that_did_not_move_is_the_one_that_runs(arm):
+    class VersionedExperts(kernels.FusedMoEExperts):
+        version = 0
+
+        def apply(self, hidden_states, **arguments):
+            return super().apply(hidden_states, **arguments) + self.version
+
+    class Method(methods.Int8ChannelMoEMethod):
+        def make_experts(self, layer):
+            experts = VersionedExperts(self.moe, self.moe_quant_config)
+            experts.version = getattr(layer, "version", 0)
+            return experts
+
+    model, uncached = model_of(Method), model_of(Method)
+    first = arm(model).armed
+    for both in (model, uncached):
+        both.routed[0].version = 5
+        load(both)
+    assert arm(model).armed == first
+    assert_same(outputs(model), outputs(uncached))
+
+
 def test_weights_that_moved_are_armed_anew(arm, library):
     model, uncached = model_of(), model_of()
     arm(model)
@@ -150,6 +175,26 @@ def test_weights_that_moved_are_armed_anew(arm, library):
     assert sum(library.memories.values()) == in_use
 
 
+def test_weights_that_moved_never_hold_two_sets_of_slots(arm, library, monkeypatch):
+    model = model_of(count=4)
+    arm(model)
+    in_use, most = sum(library.memories.values()), 0
+    create = library.create_memory
+
+    def watched(device, size):
+        nonlocal most
+        handle = create(device, size)
+        most = max(most, sum(library.memories.values()))
+        return handle
+
+    monkeypatch.setattr(library, "create_memory", watched)
+    for layer in model.routed:
+        layer.w13_weight = methods.parameter(layer.w13_weight * 2)
+    load(model)
+    assert len(arm(model).armed) == 4
+    assert most <= in_use + 3 * 4096  # the proof that memory can be aliased
+
+
 def test_a_layer_that_may_no_longer_be_armed_is_given_back(arm):
     model, uncached = model_of(methods.Int8ChannelMoEMethod), model_of(methods.Int8ChannelMoEMethod)
     arm(model)
@@ -161,9 +206,7 @@ def test_a_layer_that_may_no_longer_be_armed_is_given_back(arm):
     assert_same(outputs(model), outputs(uncached))
 
 
-def test_an_error_while_a_layer_is_bound_again_leaves_no_layer_with_an_old_kernel(
-    arm, monkeypatch
-):
+def test_an_error_while_a_layer_is_bound_again_leaves_no_layer_with_an_old_kernel(arm, monkeypatch):
     model, uncached = (model_of(*(methods.Int8ChannelMoEMethod,) * 2) for _ in range(2))
     arm(model)
     for both in (model, uncached):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 
 import pytest
-from synthetic import MODEL_CONFIG, Model, methods
+from synthetic import Model, methods
 from synthetic.checks import assert_same, model_of, outputs
 from synthetic.counted_library import CountedLibrary
 
@@ -41,6 +41,18 @@ def test_an_unexpected_error_in_one_layer_is_told_once_and_the_others_are_armed(
         "unexpected ZeroDivisionError: nobody foresaw this; please report the traceback in the log"
     }
     assert caplog.text.count("Traceback") == 1
+
+
+def test_a_quant_method_that_takes_no_attributes_is_refused_alone(arm):
+    class Slotted:
+        __slots__ = ()
+        is_monolithic = False
+
+    model = model_of(methods.Int8ChannelMoEMethod, methods.Int8ChannelMoEMethod)
+    model.routed[0].quant_method = Slotted()
+    report = arm(model)
+    assert [armed.name for armed in report.armed] == ["layers.1.experts.routed_experts"]
+    assert [name for name, _ in report.refused] == ["layers.0.experts.routed_experts"]
 
 
 def test_out_of_memory_in_one_layer_leaves_the_others_armed(arm, library, monkeypatch):
