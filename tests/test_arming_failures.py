@@ -14,7 +14,7 @@ from synthetic import Model, methods
 from synthetic.checks import assert_same, model_of, outputs
 from synthetic.counted_library import CountedLibrary
 
-from expert_cache_shim import arming, native
+from expert_cache_shim import arming, native, vllm_compat
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -24,14 +24,12 @@ def test_an_unexpected_error_in_one_layer_is_told_once_and_the_others_are_armed(
 ):
     model = model_of(count=4)
     bad = [model.routed[1], model.routed[2]]
-    discover = arming.discover
 
-    def fail(layer, experts):
+    def fail(layer):
         if any(layer is other for other in bad):
             raise ZeroDivisionError("nobody foresaw this")
-        return discover(layer, experts)
 
-    monkeypatch.setattr(arming, "discover", fail)
+    monkeypatch.setattr(vllm_compat, "ensure_quant_config", fail)
     report = arm(model)
     assert [armed.name for armed in report.armed] == [
         "layers.0.experts.routed_experts",
