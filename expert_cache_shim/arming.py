@@ -15,43 +15,13 @@ from typing import Any
 import torch
 
 from . import budget, native, telemetry, vllm_compat
-from .discovery import ExpertTensors, NotExpertMajor, count_experts, layer_tensors
-from .discovery import reachable_tensors
-from .layer import ArmedLayer, ExpertCache, copy_method
+from .discovery import layer_tensors
+from .layer import ArmedLayer, ExpertCache
+from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
 from .settings import Settings, SettingsError
 from .storage import Allocator, Storage, StorageError
 
 logger = logging.getLogger("vllm.expert_cache")
-
-_UVA = (
-    "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set VLLM_WSL2_ENABLE_PIN_MEMORY=1"
-)
-OFFLOAD = "serve with --cpu-offload-gb N --cpu-offload-params experts"
-
-
-@dataclass(frozen=True)
-class Refusal(Exception):
-    """Why a layer is not armed, and what would change that."""
-
-    reason: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.reason}; {self.remedy}"
-
-
-@dataclass
-class Candidate:
-    """A layer that passed every question, before device memory is spent on it."""
-
-    name: str
-    layer: torch.nn.Module
-    experts: int
-    tensors: ExpertTensors
-
-    @property
-    def slot_bytes(self) -> int:
-        return sum(entry.stride for entry in self.tensors)
 
 
 @dataclass
@@ -87,13 +57,13 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
         if layers:
             _arm(_rebind_armed(layers, report), model_config, report)
             telemetry.log_report(report)
-        if report.armed:
-            _reports[model] = report
     except Exception:
         logger.exception(
             "expert cache: unexpected error while arming %s; layers not armed so far serve on "
             "vLLM's own path", report.model,
         )  # fmt: skip
+    if report.armed:
+        _reports[model] = report
     return report
 
 
@@ -172,157 +142,6 @@ def _candidates(
             _refuse_unexpected(name, error, report)
 
 
-def inspect(
-    name: str, layer: torch.nn.Module, model_config: Any, settings: Settings
-) -> Candidate:
-    """Asks every question that needs no device memory. Raises Refusal."""
-    if vllm_compat.is_draft_model(model_config):
-        raise Refusal("a draft model's experts are few and resident", "nothing needs to change")
-    _check_residency(layer, settings)
-    _check_form(layer)
-    experts = count_experts(layer)
-    tensors = discover(layer, experts)
-    return Candidate(name, layer, experts, tensors)
-
-
-def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:
-    """Questions that the tensors' devices and the offloader answer. Where a pointer of a GPU
-    tensor really points is asked later, of the driver."""
-    devices = {tensor.device.type for tensor in layer_tensors(layer).values()}
-    if "meta" in devices:
-        raise Refusal("its weights are not loaded (meta tensors)", "load real weights")
-    offloader = vllm_compat.offloader_name()
-    if offloader == "PrefetchOffloader":
-        raise Refusal(
-            "the prefetch offloader moves whole layers through a buffer that layers share",
-            "use the UVA offloader: --offload-backend uva, and " + OFFLOAD,
-        )
-    if "cpu" not in devices:
-        return
-    if torch.cuda.is_available():
-        raise Refusal(
-            "its weights are offloaded without unified addressing (non-UVA), so the GPU cannot "
-            "read them in place",
-            _UVA,
-        )
-    if not settings.allow_cpu:
-        raise Refusal(
-            "this engine runs on a CPU, where no layer is offloaded to the host",
-            f"on a GPU {OFFLOAD}; to try the cache on a CPU set EXPERT_CACHE_ALLOW_CPU=1",
-        )
-
-
-def _check_form(layer: torch.nn.Module) -> None:
-    """Questions about how vLLM calls this layer."""
-    method = layer.quant_method
-    if vllm_compat.is_monolithic(method):
-        raise Refusal(
-            f"{type(method).__name__} is monolithic: it routes inside the kernel and has no "
-            "routing ids to rewrite",
-            "choose a modular kernel, for example --moe-backend triton",
-        )
-    if vllm_compat.expert_map(layer) is not None:
-        raise Refusal(
-            "expert parallelism maps ids through expert_map, which is not composed with the "
-            "cache's own table",
-            "serve without --enable-expert-parallel",
-        )
-    if vllm_compat.is_lora_enabled(layer):
-        raise Refusal("LoRA kernels index by expert id", "serve without --enable-lora")
-    if vllm_compat.is_eplb_enabled(layer):
-        raise Refusal(
-            "expert load balancing (EPLB) moves experts while serving",
-            "serve without --enable-eplb",
-        )
-    if vllm_compat.uses_ubatches():
-        raise Refusal(
-            "dual batch overlap (DBO) runs two forwards through a layer at once",
-            "serve without --enable-dbo",
-        )
-    _check_kernel(layer, method)
-    if "apply" in vars(method):
-        raise Refusal(
-            "another package has replaced apply() of this layer's quant method "
-            f"({vars(method)['apply']!r})",
-            "remove one of the two",
-        )
-
-
-def _check_kernel(layer: torch.nn.Module, method: Any) -> None:
-    kernel = vllm_compat.moe_kernel(method)
-    prepare = vllm_compat.prepare_finalize(kernel)
-    if prepare is not None and type(prepare).__name__ != vllm_compat.LOCAL_PREPARE_FINALIZE:
-        raise Refusal(
-            f"{type(prepare).__name__} moves routing ids between ranks after the cache has "
-            "rewritten them",
-            "serve with tensor parallelism only (no data or expert parallelism)",
-        )
-    if prepare is None and vllm_compat.data_parallel_size(layer) > 1:
-        raise Refusal(
-            "data parallelism gathers routing ids of other ranks", "serve with one data-parallel rank"
-        )
-
-
-def discover(layer: torch.nn.Module, experts: int) -> ExpertTensors:
-    """The layer's per-expert tensors, those inside its kernel and configs included.
-
-    Raises Refusal for a per-expert tensor that the cache could not stand in for: it would go on
-    being read by expert number while the ids are rows, silently.
-    """
-    if not 2 <= experts <= 1024:
-        raise Refusal(
-            f"it has {experts} experts; the cache serves 2 to 1024", "nothing needs to change"
-        )
-    vllm_compat.ensure_quant_config(layer)
-    tensors = ExpertTensors(experts)
-    method = layer.quant_method
-    try:
-        for name, tensor in layer_tensors(layer).items():
-            if tensors.add(tensor, name=name) is None and _is_per_expert(tensor, experts):
-                raise Refusal(_leak(name), _OTHER_KERNEL)
-
-        def collect(tensor: torch.Tensor, place: str) -> torch.Tensor:
-            tensors.add(tensor, place=place)
-            return tensor
-
-        copy_method(method, collect)
-    except NotExpertMajor as error:
-        raise Refusal(str(error), _OTHER_KERNEL) from None
-    _check_leaks(method, tensors)
-    return tensors
-
-
-_OTHER_KERNEL = "choose another kernel with --moe-backend"
-
-
-def _leak(place: str) -> str:
-    return f"{place} is per-expert data that the cache cannot stand in for"
-
-
-def _check_leaks(method: Any, tensors: ExpertTensors) -> None:
-    """Walks a copy from which every replaceable tensor has been taken: what is still there and
-    is indexed by expert would be read by row. Raises Refusal."""
-    nothing = torch.empty(0, device="cpu")
-
-    def take(tensor: torch.Tensor, place: str) -> torch.Tensor:
-        return tensor if tensors.find(tensor) is None else nothing
-
-    left = vars(copy_method(method, take))
-    for place, tensor in reachable_tensors(left, "quant_method"):
-        if tensors.find(tensor) is not None or _is_per_expert(tensor, tensors.experts):
-            raise Refusal(_leak(place), _OTHER_KERNEL)
-    for place, tensor in reachable_tensors(left, "quant_method", modules=True):
-        if tensors.find(tensor) is not None:
-            raise Refusal(_leak(place), _OTHER_KERNEL)
-
-
-def _is_per_expert(tensor: torch.Tensor, experts: int) -> bool:
-    """By any dimension; a tensor that repeats one value for every expert is not."""
-    if experts not in tensor.shape or tensor.numel() == 0:
-        return False
-    return tensor.stride(tuple(tensor.shape).index(experts)) != 0
-
-
 def load_library(layer: torch.nn.Module, settings: Settings) -> native.Library:
     """The kernel library for the device that the layer's kernels run on. Raises LibraryError."""
     device = next(iter(layer_tensors(layer).values())).device
@@ -344,23 +163,10 @@ def _offloaded(
     """The candidates whose weights lie in host memory."""
     for candidate in candidates:
         try:
-            if not _on_host(candidate, library):
-                raise Refusal("its weights are resident in device memory", f"to offload {OFFLOAD}")
+            check_on_host(candidate, library)
             yield candidate
         except Refusal as refusal:
             report.refused.append((candidate.name, refusal))
-
-
-def _on_host(candidate: Candidate, library: native.Library) -> bool:
-    """True if most of the layer's bytes lie in host memory, asked of the driver: `.device` says
-    "cuda" for host memory too, and vLLM's own flag can be stale. Raises Refusal for host
-    memory that the GPU cannot read."""
-    kinds = {e.label: library.pointer_kind(e.tensor.data_ptr()) for e in candidate.tensors}
-    unreadable = [label for label, kind in kinds.items() if kind == native.HOST_UNREADABLE]
-    if unreadable:
-        raise Refusal(f"{unreadable[0]} lies in host memory that the GPU cannot read", _UVA)
-    host = sum(e.nbytes for e in candidate.tensors if kinds[e.label] != native.DEVICE)
-    return 2 * host > sum(e.nbytes for e in candidate.tensors)
 
 
 def _arm_candidates(
@@ -441,26 +247,8 @@ def _build(
         )
     if kind == "virtual":
         return candidate, allocator.virtual(candidate.tensors, slots), slots
-    _check_plain(candidate.layer.quant_method)
+    check_plain(candidate.layer.quant_method)
     return candidate, allocator.plain(candidate.tensors, slots, plan.overflow), slots
-
-
-def _check_plain(method: Any) -> None:
-    experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
-    remedy = "use EXPERT_CACHE_STORAGE=virtual or auto"
-    if not any(base.__name__ in vllm_compat.TAKE_FEWER_EXPERTS for base in type(experts).__mro__):
-        runner = method if experts is None else experts
-        raise Refusal(
-            f"{type(runner).__name__} is not known to run with fewer experts than the model "
-            "has, as plain storage needs",
-            remedy,
-        )
-    if vllm_compat.needs_tuned_config(experts) and not vllm_compat.can_keep_tuned_config(experts):
-        raise Refusal(
-            f"the tuned configuration of {type(experts).__name__} cannot be kept in this vLLM, "
-            "and another one may change results",
-            remedy,
-        )
 
 
 def _describe(candidate: Candidate, storage: Storage, slots: int) -> dict[str, Any]:

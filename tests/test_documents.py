@@ -125,7 +125,11 @@ def test_the_counters_that_are_explained_are_those_that_are_kept():
 
 
 def refusals() -> set[tuple[str, str]]:
-    return {(reason, remedy) for reason, remedy in module("arming").calls("Refusal")}
+    return {
+        (reason, remedy)
+        for name in ("arming", "refusals")
+        for reason, remedy in module(name).calls("Refusal")
+    }
 
 
 @pytest.mark.parametrize("reason, remedy", sorted(refusals()))
