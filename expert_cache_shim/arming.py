@@ -92,13 +92,29 @@ def _rebind_armed(layers: list, report: Report) -> list:
     return remaining
 
 
+def refresh_all() -> None:
+    """The weights of the armed models have changed in place: nothing in a slot is good any
+    more, and a layer may have a new kernel. A layer whose tensors moved goes back to vLLM."""
+    for model, report in list(_reports.items()):
+        layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
+        report.armed = []
+        for name, layer in _rebind_armed(layers, report):
+            report.refused.append((name, _MOVED))
+            logger.warning("expert cache: %s is no longer armed: %s", name, _MOVED)
+
+
+_MOVED = Refusal(
+    "its tensors were replaced while serving", "restart the engine to have the layer armed again"
+)
+
+
 def _rebound(armed: ArmedLayer, layer: torch.nn.Module) -> bool:
     """Whether the layer could be bound anew; it is given back to vLLM in any other case."""
     armed.remove()
     if discover(layer, armed.cache.experts).keys() != armed.tensors.keys():
         return False
     armed.bind()
-    armed.cache.forget()
+    armed.cache.restore()
     armed.install()
     return True
 

@@ -185,6 +185,13 @@ class ExpertCache:
         if self._mirror is not None:
             self._mirror[:] = 0
 
+    def restore(self) -> None:
+        """As new: also what deep sleep may have wiped, tables and small tensors included."""
+        for mode, table in self._tables.items():
+            table.copy_(self.storage.table(scratch=mode == SCRATCH))
+        self.storage.fill_small()
+        self.forget()
+
     def calls(self) -> int:
         """Layer-steps that reached the cache, idle and read-through ones included. Read from
         the mirror where there is one: that waits for nothing."""

@@ -1,4 +1,4 @@
-"""What the worker does around a cache: warm-up, and the first real steps."""
+"""What the worker does around a cache: warm-up, other weights, sleep, and the first real steps."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def watch(worker: type) -> None:
     where they are defined."""
     _wrap(worker, vllm_compat.WARM_UP, _after_warm_up)
     _wrap(worker, vllm_compat.EXECUTE, _first_steps)
+    for name in vllm_compat.WEIGHTS_CHANGED:
+        _wrap(worker, name, _after_change)
 
 
 def _wrap(owner: type, name: str, wrapper: Any) -> None:
@@ -33,6 +35,15 @@ def _after_warm_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     """Warm-up routes dummy tokens: what they left in the cache and its counters is no use."""
     result = wrapped(*args, **kwargs)
     _guarded(_forget_all)
+    return result
+
+
+def _after_change(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """Slots hold the old weights, or nothing after a deep sleep."""
+    result = wrapped(*args, **kwargs)
+    tags = args[0] if args else kwargs.get("tags")
+    if not vllm_compat.leaves_weights_asleep(wrapped.__name__, tags):
+        _guarded(_refresh_all)
     return result
 
 
@@ -64,6 +75,12 @@ def _forget_all() -> None:
     for report in arming.reports():
         for layer in report.armed:
             _guarded(layer.cache.forget)
+
+
+def _refresh_all() -> None:
+    from . import arming
+
+    arming.refresh_all()
 
 
 def report_uncalled() -> list[str]:

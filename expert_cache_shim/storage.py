@@ -62,6 +62,15 @@ class Storage:
     def has_scratch(self) -> bool:
         return all(placement.scratch is not None for placement in self.placements)
 
+    def fill_small(self) -> None:
+        """Gives every small tensor values: a kernel may look at the scale of an expert that no
+        token is routed to, and must find a number there."""
+        for place in self.placements:
+            if place.source.nbytes < ALIAS_FROM:
+                for rows in (place.slots, place.scratch):
+                    if rows is not None:
+                        rows.copy_(place.source.tensor.detach()[: rows.shape[0]])
+
     def table(self, scratch: bool) -> torch.Tensor:
         """The gather kernel's table as a device tensor of bytes. `scratch`: rows are those of
         the scratch, else they are the slots' tensors."""
@@ -179,6 +188,7 @@ class Allocator:
             else:
                 rows = self._aliased(source, tensors.experts, slots, granularity, ordinals, storage)
             storage.placements.append(Placement(source, rows))
+        storage.fill_small()
         return storage
 
     def _aliased(
@@ -213,6 +223,7 @@ class Allocator:
             storage.private += slots * source.stride
             shared = self._scratch(source, ordinals, storage) if scratch else None
             storage.placements.append(Placement(source, own, shared))
+        storage.fill_small()
         return storage
 
     def _scratch(
@@ -240,16 +251,10 @@ def _view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _new_rows(source: ExpertTensor, rows: int, device: torch.device) -> torch.Tensor:
-    """A tensor of `rows` records in the source's layout.
-
-    A small one starts as a copy: a kernel may look at the scale of an expert that no token is
-    routed to, and must find a number there.
-    """
+    """A tensor of `rows` records in the source's layout, its content undefined."""
     tensor = source.tensor
     shape = (rows, *tensor.shape[1:])
     new = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if source.nbytes < ALIAS_FROM:
-        new.copy_(tensor.detach()[:rows])
     return _with_attributes(new, tensor)
 
 

@@ -11,6 +11,7 @@ What is rebound, and when that can go:
 | `model_loader.utils.process_weights_after_loading` and every module that imported it by name | the one call after which all weights and kernels of a model are final | wrapped; the original runs first | vLLM has a post-load plugin hook |
 | `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
 | `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
+| `Worker.reload_weights`, `update_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
 | `Worker.execute_model` | a cache that is armed and never called must be reported | wrapped for the first calls, then taken off | same |
 """
 
@@ -47,6 +48,17 @@ WORKER_MODULES = {
 }
 WARM_UP = "compile_or_warm_up_model"
 EXECUTE = "execute_model"
+# After these the host copies hold other bytes, in place (reload_weights and update_weights
+# 0.21-0.33, finish_weight_update 0.21-0.33, reset_weights 0.32-0.33), or device memory came
+# back from sleep without its content (wake_up, level 2, 0.21-0.33). A kernel may be a new one.
+WEIGHTS_CHANGED = (
+    "reload_weights", "update_weights", "finish_weight_update", "reset_weights", "wake_up",
+)  # fmt: skip
+
+
+def leaves_weights_asleep(method: str, tags: Any) -> bool:
+    """`wake_up(tags)` wakes parts: memory of the weights' pool is not there before its turn."""
+    return method == "wake_up" and tags is not None and "weights" not in tags
 
 # --- Layers ---------------------------------------------------------------------------------
 

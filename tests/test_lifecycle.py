@@ -222,3 +222,74 @@ def test_a_method_that_another_package_wrapped_with_wrapt_is_watched_too(arm):
     assert watched(model).compile_or_warm_up_model() == "seconds"
     assert seen == [1]
     assert report.steps() == 0
+
+
+# --- Other weights, and sleep ---------------------------------------------------------------
+
+
+def changing_worker(change):
+    class Worker:
+        def reload_weights(self, *args, **kwargs):
+            change()
+            return "reloaded"
+
+        def wake_up(self, tags=None):
+            change()
+
+    lifecycle.watch(Worker)
+    return Worker()
+
+
+def test_new_weights_in_place_are_used_by_the_next_step(arm):
+    model = model_of(methods.Int8ChannelMoEMethod)
+    fresh = model_of(methods.Int8ChannelMoEMethod)
+    arm(model)
+    before = outputs(model)
+
+    def reload():
+        for module in (model.routed[0], fresh.routed[0]):
+            module.w13_weight.data.neg_()
+
+    assert changing_worker(reload).reload_weights(path="x") == "reloaded"
+    after = outputs(model)
+    assert_same(after, outputs(fresh))
+    assert not all(torch.equal(one, other) for one, other in zip(before, after))
+
+
+def test_waking_up_restores_what_sleep_wiped(arm):
+    model = model_of(methods.Int8ChannelMoEMethod)
+    report = arm(model)
+    before = outputs(model)
+
+    def wipe():
+        for armed in report.armed:
+            armed.cache.state.fill_(7)
+            for table in armed.cache._tables.values():
+                table.zero_()
+
+    changing_worker(wipe).wake_up()
+    assert_same(outputs(model), before)
+
+
+def test_waking_up_another_part_touches_nothing(arm):
+    model = model_of(methods.Int8ChannelMoEMethod)
+    report = arm(model)
+    outputs(model)
+    counted = report.armed[0].cache.counters.tolist()
+    changing_worker(lambda: None).wake_up(tags=["kv_cache"])
+    assert report.armed[0].cache.counters.tolist() == counted
+    changing_worker(lambda: None).wake_up(["weights"])
+    assert report.armed[0].cache.counters.tolist() == [0] * 8
+
+
+def test_a_layer_whose_tensors_were_replaced_goes_back_to_vllm(arm, caplog):
+    model = model_of(methods.Int8ChannelMoEMethod)
+    arm(model)
+    layer = model.routed[0]
+
+    def replace():
+        layer.w13_weight = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)
+
+    changing_worker(replace).reload_weights()
+    assert "apply" not in vars(layer.quant_method)
+    assert "is no longer armed: its tensors were replaced while serving" in caplog.text
