@@ -10,18 +10,22 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import engine
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-
-import engine  # noqa: E402  needs the path above
+sys.path.insert(0, str(engine.ROOT / "examples"))  # tiny_moe
 
 
 @pytest.fixture(scope="session", autouse=True)
 def vllm_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: `make test` sets it up in .venv")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library(vllm_installed, host_library_path: Path) -> Path:
+    """The kernel library that every engine loads, built from the current sources."""
+    return host_library_path
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """What keeps the cache off leaves one line in the log that says so, and a model served as ever."""
 
+import os
 import shutil
 
 import pytest
-from engine import IN_PROCESS, ROOT, Job, run, shim, snapshots_of
-
-LIBRARY = ROOT / "expert_cache_shim" / "lib" / "libexpertcache_host.so"
+from engine import IN_PROCESS, Job, run, shim, snapshots_of
 
 # Settings of one run, and what its line in the log must name.
 REFUSED = {
@@ -22,12 +21,11 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def files(folder) -> dict[str, str]:
+def files(folder, library) -> dict[str, str]:
     """Paths for the placeholders of `REFUSED`."""
     truncated = folder / "libtruncated.so"
-    shutil.copyfile(LIBRARY, truncated)
-    with truncated.open("r+b") as library:
-        library.truncate(LIBRARY.stat().st_size // 2)
+    shutil.copyfile(library, truncated)
+    os.truncate(truncated, library.stat().st_size // 2)
     return {"missing": str(folder / "libmissing.so"), "truncated": str(truncated)}
 
 
