@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ import torch
 
 from expert_cache_shim import telemetry
 from expert_cache_shim.policy import COUNTERS
+
+from .timing import GraphClock
 
 # Steps that vLLM may have scheduled ahead when a generation ends.
 AHEAD = 4
@@ -40,12 +43,14 @@ def used_bytes() -> int:
 class Window:
     """Some steps in a row: how long they took and what the cache counted meanwhile.
 
-    `counters` are sums over the layers; empty where nothing is armed.
+    `counters` are sums over the layers; empty where nothing is armed. `device_ms`: the mean
+    device time of a step, where every step was one replay of a CUDA graph.
     """
 
     seconds: float
     steps: int
     counters: dict[str, int] = field(default_factory=dict)
+    device_ms: float | None = None
 
 
 class Engine:
@@ -63,6 +68,7 @@ class Engine:
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self._snapshots = snapshots
         self._names = itertools.count()
+        self._clock = GraphClock()
 
     def layers(self) -> list[dict]:
         """What the cache says of each armed layer: slots, storage, bytes of a record."""
@@ -106,11 +112,15 @@ class Engine:
     def window(self, run: Callable[[], int]) -> Window:
         """Times `run`, which returns the number of steps it made."""
         synchronize()
+        self._clock.take()
         before, started = self.counters(), time.perf_counter()
         steps = run()
         synchronize()
         seconds, after = time.perf_counter() - started, self.counters()
-        return Window(seconds, steps, {name: after[name] - before[name] for name in after})
+        counted = {name: after[name] - before[name] for name in after}
+        replays = self._clock.take()
+        device_ms = statistics.mean(replays) if len(replays) == steps else None
+        return Window(seconds, steps, counted, device_ms)
 
     def decode(self, streams: int, warm: int, windows: int, steps: int) -> list[Window]:
         """`windows` times `steps` decode steps of `streams` tokens each, after `warm` of them.

@@ -87,6 +87,8 @@ def _events(
                 event = json.loads(line)
                 if event["event"] == "end":
                     return
+                if event["event"] == "error":
+                    _stop(process)  # its traceback is in the log then
                 yield {**event, **_from_log(log, event["event"])}
                 if event["event"] == "error":
                     return
@@ -99,10 +101,12 @@ def _events(
 
 
 def _from_log(log: Path, event: str) -> dict[str, list[str]]:
+    """What the cache said, and at an error the end of the log too."""
+    if event not in ("start", "error"):
+        return {}
     lines = log.read_text(errors="replace").splitlines()
-    if event == "start":
-        return {"log": [line for line in lines if "expert cache" in line]}
-    return {"log": lines[-ERROR_LINES:]} if event == "error" else {}
+    said = [line for line in lines if "expert cache" in line]
+    return {"log": [*said, *(lines[-ERROR_LINES:] if event == "error" else [])]}
 
 
 def _stop(process: subprocess.Popen) -> None:

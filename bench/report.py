@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +32,20 @@ class Spread:
 class Cell:
     """One task of one arm. None where a figure needs what the run does not have.
 
-    ms: of one step, which is a whole prompt in prefill. misses: experts fetched in a step, all
-    layers together. link_ms: their bytes over the copy bandwidth measured in the same process.
-    floor_ms: the resident arm's step + link_ms. over_floor: ms / floor_ms, window by window.
-    over_longer: ms / the longer of resident step and link_ms, the floor of a perfect overlap.
+    ms: of one step, which is a whole prompt in prefill. device_ms: the device's part of it, where
+    steps are CUDA graphs; ratios to the resident arm and to the floor are then of this time, for
+    what the host does between two short steps differs from process to process. misses: experts
+    fetched in a step, all layers together. link_ms: their bytes over the copy bandwidth measured
+    in the same process. floor_ms: the resident arm's step + link_ms. over_floor: step / floor_ms,
+    window by window. over_longer: step / the longer of resident step and link_ms, the floor of a
+    perfect overlap.
     """
 
     arm: str
     name: str
     ms: Spread
     tokens_per_second: float
+    device_ms: Spread | None = None
     misses: float | None = None
     link_ms: float | None = None
     floor_ms: float | None = None
@@ -54,17 +59,29 @@ def step_ms(task: dict) -> list[float]:
     return [1e3 * window["seconds"] / window["steps"] for window in task["windows"]]
 
 
+def device_ms(task: dict) -> list[float] | None:
+    """Device time of a step in each window, None where steps are not CUDA graphs."""
+    times = [window.get("device_ms") for window in task["windows"]]
+    return None if None in times else times
+
+
 def cell(run: dict, arm: dict, task: dict) -> Cell:
     """The figures of one task; the other arms' come from what the run has so far."""
-    ms = step_ms(task)
-    median = statistics.median(ms)
-    resident, uncached = (_median_of(run, name, task["name"]) for name in ("resident", "uncached"))
+    wall, device = step_ms(task), device_ms(task)
+    uncached = _median_of(run, "uncached", task["name"], step_ms)
+    resident = _median_of(run, "resident", task["name"], device_ms) if device else None
+    times = device if resident else wall
+    resident = resident or _median_of(run, "resident", task["name"], step_ms)
+    median = statistics.median(times)
     figures = {
         "arm": arm["name"],
         "name": task["name"],
-        "ms": Spread.of(ms),
-        "tokens_per_second": 1e3 * task.get("streams", task.get("tokens")) / median,
-        "times_uncached": uncached and uncached / median,
+        "ms": Spread.of(wall),
+        "device_ms": Spread.of(device) if device else None,
+        "tokens_per_second": 1e3
+        * task.get("streams", task.get("tokens"))
+        / statistics.median(wall),
+        "times_uncached": uncached and uncached / statistics.median(wall),
         "over_resident": resident and median / resident,
     }
     links = _link_ms(arm, task)
@@ -76,7 +93,7 @@ def cell(run: dict, arm: dict, task: dict) -> Cell:
     if links and resident:
         floors = [resident + link for link in links]
         figures["floor_ms"] = statistics.median(floors)
-        figures["over_floor"] = Spread.of([m / floor for m, floor in zip(ms, floors)])
+        figures["over_floor"] = Spread.of([t / floor for t, floor in zip(times, floors)])
         figures["over_longer"] = median / max(resident, figures["link_ms"])
     return Cell(**figures)
 
@@ -99,11 +116,13 @@ def _per_step(task: dict, counter: str) -> float:
     return sum(window["counters"][counter] for window in windows) / steps
 
 
-def _median_of(run: dict, arm_name: str, task_name: str) -> float | None:
+def _median_of(
+    run: dict, arm_name: str, task_name: str, times: Callable[[dict], list[float] | None]
+) -> float | None:
     for arm in run["arms"]:
         for task in arm["tasks"]:
-            if arm["name"] == arm_name and task["name"] == task_name:
-                return statistics.median(step_ms(task))
+            if arm["name"] == arm_name and task["name"] == task_name and times(task):
+                return statistics.median(times(task))
     return None
 
 
@@ -113,9 +132,9 @@ def cells(run: dict) -> list[Cell]:
     ]
 
 
-HEADERS = ("arm", "cell", "ms/step", "(min-max)", "tok/s", "misses", "link ms", "floor ms",
+HEADERS = ("arm", "cell", "ms/step", "(min-max)", "gpu ms", "tok/s", "misses", "link ms", "floor ms",
            "/ floor", "(min-max)", "/ longer", "x uncached", "/ resident")  # fmt: skip
-WIDTHS = (18, 12, 8, 15, 8, 7, 8, 8, 7, 9, 8, 10, 10)
+WIDTHS = (18, 12, 8, 15, 8, 8, 7, 8, 8, 7, 9, 8, 10, 10)
 
 
 def header() -> str:
@@ -128,6 +147,7 @@ def row(cell: Cell) -> str:
         span = f"{over.low:.2f}-{over.high:.2f}"
     return _line([
         cell.arm, cell.name, _number(cell.ms.median), f"{cell.ms.low:.4g}-{cell.ms.high:.4g}",
+        _number(cell.device_ms and cell.device_ms.median),
         f"{cell.tokens_per_second:.0f}", _number(cell.misses), _number(cell.link_ms),
         _number(cell.floor_ms), f"{over.median:.3f}" if over else "-", span or "-",
         _ratio(cell.over_longer), _ratio(cell.times_uncached), _ratio(cell.over_resident),

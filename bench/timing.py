@@ -55,3 +55,32 @@ def _once(work: Work) -> float:
 
 def stream_handle(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+class GraphClock:
+    """Device time of every replay of a CUDA graph in this process, by events around it.
+
+    A decode step of vLLM is one replay. Unlike the time of the step, this leaves out what the
+    host does between two steps, which is much of a short one and differs from run to run.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if not torch.cuda.is_available():
+            return
+        original, pairs = torch.cuda.CUDAGraph.replay, self._pairs
+
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            original(graph)
+            end.record()
+            pairs.append((start, end))
+
+        torch.cuda.CUDAGraph.replay = replay
+
+    def take(self) -> list[float]:
+        """Milliseconds of each replay since the last call; the device must be idle."""
+        times = [start.elapsed_time(end) for start, end in self._pairs]
+        self._pairs.clear()
+        return times
