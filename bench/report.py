@@ -132,8 +132,9 @@ def cells(run: dict) -> list[Cell]:
     ]
 
 
-HEADERS = ("arm", "cell", "ms/step", "(min-max)", "gpu ms", "tok/s", "misses", "link ms", "floor ms",
-           "/ floor", "(min-max)", "/ longer", "x uncached", "/ resident")  # fmt: skip
+HEADERS = ("arm", "cell", "ms/step", "(min-max)", "gpu ms", "tok/s", "misses", "link ms",
+           "floor ms", "/ floor", "(min-max)", "/ longer", "x uncached",
+           "/ resident")  # fmt: skip
 WIDTHS = (18, 12, 8, 15, 8, 8, 7, 8, 8, 7, 9, 8, 10, 10)
 
 

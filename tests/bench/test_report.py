@@ -62,6 +62,21 @@ def test_a_cell_is_known_before_the_other_arms_are():
     assert cell.floor_ms is cell.times_uncached is cell.over_resident is None
 
 
+def test_device_time_is_compared_where_both_arms_have_it(decode):
+    for arm, device_ms in zip(decode["arms"], (1.0, 190.0, 43.05)):
+        for window in arm["tasks"][0]["windows"]:
+            window["device_ms"] = device_ms
+    cell = report.cells(decode)[2]
+    assert cell.floor_ms == pytest.approx(1 + 40)
+    assert cell.over_floor.median == pytest.approx(1.05)
+    assert cell.over_resident == pytest.approx(43.05)
+    # A rate is that of the whole step.
+    assert cell.tokens_per_second == pytest.approx(4 / 0.045)
+
+    del decode["arms"][0]["tasks"][0]["windows"][0]["device_ms"]
+    assert report.cells(decode)[2].floor_ms == pytest.approx(2 + 40)
+
+
 def test_every_row_has_the_columns_of_the_header(decode):
     columns = {line.count("|") for line in report.table(decode).splitlines()}
     assert columns == {len(report.HEADERS) + 1}
