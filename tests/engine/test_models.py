@@ -1,8 +1,12 @@
-"""Five architectures through the cache, with both kinds of storage: the tokens do not change."""
+"""Five architectures through the cache, with both kinds of storage: the tokens do not change.
+
+Each architecture has a replacement policy of its own, so that all five policies are run.
+"""
 
 import pytest
 from engine import IN_PROCESS, MAX_TOKENS, MODELS, PROMPTS, Job, run, shim, snapshots_of, total
 
+POLICIES = dict(zip(MODELS, ("lrfu", "lru", "lfu", "fifo", "slru")))
 EXPERTS, TOP_K = 32, 4
 HALF, QUARTER = EXPERTS // 2, EXPERTS // 4
 # A byte is a token, and the last token of an answer is never fed back.
@@ -20,7 +24,7 @@ def cached(folder, checkpoint, environment):
     for way in WAYS:
         for kind in MODELS:
             where = folder / "cached-snapshots" / f"{way[0]}-{way[1]}"
-            settings = shim(where, storage=way[0], slots=way[1])
+            settings = shim(where, storage=way[0], slots=way[1], policy=POLICIES[kind])
             variables = {name: str(value) for name, value in settings.items()}
             key = (*way, kind)
             jobs[key] = Job(checkpoint(kind), environment=variables)
@@ -68,12 +72,30 @@ def test_both_storages_keep_the_same_cache(cached):
 
 @pytest.fixture(scope="module")
 def checked(folder, checkpoint, environment):
-    """Qwen3-MoE through the cache in float32, and with a fault that fetches wrong experts."""
-    model = checkpoint("qwen3_moe")
-    jobs = [Job(model, {"dtype": "float32"}), Job(model, plugins=("wrong_expert",))]
-    settings = shim(folder / "checked-snapshots", storage="virtual", slots=HALF)
-    answers = run(jobs, folder / "checked", environment(**IN_PROCESS, **settings))
-    return dict(zip(("float32", "wrong expert"), answers))
+    """Qwen3-MoE through the cache: without overflow rows, in float32, and with a fault that
+    fetches wrong experts, which stays in its process and so comes last."""
+    model, snapshots = checkpoint("qwen3_moe"), folder / "checked-snapshots"
+    no_overflow = {
+        "EXPERT_CACHE_OVERFLOW": "off",
+        "EXPERT_CACHE_SNAPSHOT": str(snapshots / "no overflow"),
+    }
+    jobs = {
+        "no overflow": Job(model, environment=no_overflow),
+        "float32": Job(model, {"dtype": "float32"}),
+        "wrong expert": Job(model, plugins=("wrong_expert",)),
+    }
+    settings = shim(snapshots, slots=HALF)
+    answers = run(list(jobs.values()), folder / "checked", environment(**IN_PROCESS, **settings))
+    return dict(zip(jobs, answers))
+
+
+def test_without_overflow_rows_wide_steps_are_read_through(checked, stock, folder, checkpoint):
+    assert checked["no overflow"]["tokens"] == stock["qwen3_moe"]["tokens"]
+    where = folder / "checked-snapshots" / "no overflow"
+    (snapshot,) = snapshots_of(where, checkpoint("qwen3_moe"))
+    assert all(snapshot.total(counter) > 0 for counter in ("steps", "hits", "misses"))
+    assert snapshot.total("read_through") > 0
+    assert snapshot.total("overflow") == 0
 
 
 def test_tokens_in_float32_are_those_of_transformers(checked, stock):
