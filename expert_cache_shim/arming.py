@@ -206,7 +206,9 @@ def _arm_candidates(
             cache = ExpertCache(
                 allocator.library, storage, candidate.experts, count, settings, mirror
             )
-            armed = ArmedLayer(candidate.name, candidate.layer, candidate.tensors, cache)
+            armed = ArmedLayer(
+                report.model, candidate.name, candidate.layer, candidate.tensors, cache
+            )
             armed.snapshot = report.snapshot  # stays registered for as long as a kernel stores
             armed.install()
             report.armed.append(armed)
@@ -233,6 +235,8 @@ def _storage_kind(
     """`auto` takes virtual storage where it proves itself, else plain and a line that says why.
     Without overflow rows there is nothing to alias: that is plain storage without a scratch."""
     report.storage_note = plan.note
+    if settings.storage == "virtual" and not plan.overflow and not plan.note:
+        report.storage_note = "plain storage: without overflow rows there is nothing to alias"
     if settings.storage == "plain" or not plan.overflow:
         return "plain"
     try:

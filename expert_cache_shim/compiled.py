@@ -16,20 +16,19 @@ import torch
 if TYPE_CHECKING:
     from .layer import ExpertCache
 
-_caches: weakref.WeakValueDictionary[int, ExpertCache] = weakref.WeakValueDictionary()
-_next = 0
+_caches: weakref.WeakValueDictionary[str, ExpertCache] = weakref.WeakValueDictionary()
 
 
-def number(cache: ExpertCache) -> int:
-    """Registers a cache for `rows`; a graph refers to it by this number."""
-    global _next
-    _next += 1
-    _caches[_next] = cache
-    return _next
+def register(model: str, layer: str, cache: ExpertCache) -> str:
+    """Registers a cache for `rows`. A graph refers to it by the key returned, which is the same
+    in every process: a compiled graph may be read from disk by another one."""
+    key = f"{model}/{layer}"
+    _caches[key] = cache
+    return key
 
 
 @torch.library.custom_op("expert_cache::rows", mutates_args=())
-def rows(topk_ids: torch.Tensor, cache: int) -> torch.Tensor:
+def rows(topk_ids: torch.Tensor, cache: str) -> torch.Tensor:
     """topk_ids: `[tokens, top_k]` int32 or int64. Returns the rows to read, same shape and type.
 
     Fetching is its side effect on memory that the graph reads only through the result's ids.
@@ -38,5 +37,5 @@ def rows(topk_ids: torch.Tensor, cache: int) -> torch.Tensor:
 
 
 @rows.register_fake
-def _(topk_ids: torch.Tensor, cache: int) -> torch.Tensor:
+def _(topk_ids: torch.Tensor, cache: str) -> torch.Tensor:
     return torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)

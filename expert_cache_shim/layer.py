@@ -246,15 +246,16 @@ class ArmedLayer:
     """A layer whose quant method runs through the cache."""
 
     def __init__(
-        self, name: str, layer: torch.nn.Module, tensors: ExpertTensors, cache: ExpertCache
-    ) -> None:
+        self, model: str, name: str, layer: torch.nn.Module, tensors: ExpertTensors,
+        cache: ExpertCache,
+    ) -> None:  # fmt: skip
         self.name = name
         self.cache = cache
         self.snapshot: SnapshotFile | None = None
         self.record_bytes = sum(entry.nbytes for entry in tensors)
         self._layer = layer
         self._original = layer.quant_method.apply
-        self._number = compiled.number(cache)
+        self._key = compiled.register(model, name, cache)
         self.tensors = tensors
         self.bind()
 
@@ -315,7 +316,7 @@ class ArmedLayer:
     def _apply_traced(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Inside a graph: no branch on a shape, which would be baked in."""
         view = self._views[ROWS]
-        kwargs["topk_ids"] = torch.ops.expert_cache.rows(ids, self._number)
+        kwargs["topk_ids"] = torch.ops.expert_cache.rows(ids, self._key)
         kwargs["layer"] = view.layer
         return view.apply(**kwargs)
 
