@@ -39,6 +39,15 @@ def used_bytes() -> int:
     return total - free
 
 
+def wait_for_memory(seconds: float = 30.0) -> None:
+    """Until the device memory in use stands still: that of a process that has just ended is given
+    back after it is gone, and vLLM refuses to start while memory comes free."""
+    deadline, before = time.monotonic() + seconds, None
+    while before != used_bytes() and time.monotonic() < deadline:
+        before = used_bytes()
+        time.sleep(1.0 if torch.cuda.is_available() else 0.0)
+
+
 @dataclass
 class Window:
     """Some steps in a row: how long they took and what the cache counted meanwhile.

@@ -46,7 +46,8 @@ def serve(name: str, common: options.Options, scale: float, fault: bool) -> dict
         kind = event.pop("event")
         if kind == "error":
             answer["error"] = event
-        answer.update(event if kind == "task" else {})
+        if kind == "task":
+            answer.update({**event, "name": name})
     return answer
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import fault, model, routing
-from .engine import Engine, copy_bandwidth, device, used_bytes
+from .engine import Engine, copy_bandwidth, device, used_bytes, wait_for_memory
 
 
 class Worker:
@@ -31,6 +31,7 @@ class Worker:
 
         self.job = job
         self.shape = model.SHAPES[job["shape"]]
+        wait_for_memory()
         self.bandwidth = copy_bandwidth()
         cap = {}
         if job["memory_gib"] and torch.cuda.is_available():
