@@ -18,7 +18,7 @@ import torch
 
 from . import compiled, policy, vllm_compat
 from .discovery import ExpertTensors
-from .native import Gather, KernelError, Library, Manage
+from .native import INT32, INT64, STATE_HEADER, UINT32, Gather, KernelError, Library, Manage
 from .settings import Settings
 from .storage import Storage
 
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.expert_cache")
 
-# enum ExpertCacheMode and ExpertCacheIdType of hip/expert_cache.h
-ROWS, SCRATCH, SKIP = 0, 1, 2
-ID_TYPES = {torch.int32: 0, torch.int64: 1, torch.uint32: 2}
-MAX_IDS = policy.MAX_IDS
-STATE_HEADER = 8
+ROWS, SCRATCH, SKIP = (policy.MODES[name] for name in ("rows", "scratch", "skip"))
+ID_TYPES = {torch.int32: INT32, torch.int64: INT64, torch.uint32: UINT32}
 
 
 def view_layer(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
@@ -201,7 +198,7 @@ class ExpertCache:
     def mode(self, ids: torch.Tensor) -> int:
         """How a step with these ids is served; decided from shapes alone, so that it captures."""
         count = ids.numel()
-        if ids.dtype not in ID_TYPES or not 1 <= count <= MAX_IDS:
+        if ids.dtype not in ID_TYPES or not 1 <= count <= policy.MAX_IDS:
             return SKIP
         if self.storage.kind == "virtual" or min(self.experts, count) <= self.slots:
             return ROWS
@@ -229,12 +226,8 @@ class ExpertCache:
 
     def note_read_through(self) -> None:
         """Counts a step that vLLM's own path serves."""
-        args = self._manage
-        state = self.state.data_ptr()
-        args.ids, args.row_ids, args.mode = state, state, SKIP
-        args.id_rows = args.id_columns = args.id_row_stride = args.id_column_stride = 1
-        args.id_type = ID_TYPES[torch.int32]
-        self.library.manage(args, self._stream())
+        self._manage.mode = SKIP  # in which no field about ids is read
+        self.library.manage(self._manage, self._stream())
 
     def _stream(self) -> int:
         if self.device.type != "cuda":
