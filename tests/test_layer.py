@@ -233,7 +233,7 @@ def test_ids_of_one_dimension_are_served(pair, library):
     ids=["type", "number"],
 )
 def test_ids_that_the_kernel_does_not_take_are_read_through(pair, monkeypatch, ids):
-    monkeypatch.setattr(layer_module, "MAX_IDS", 4)
+    monkeypatch.setattr(layer_module.policy, "MAX_IDS", 4)
     uncached, cached, armed = pair()
     weights = torch.rand(ids.shape)
     x = step(uncached)[0]
