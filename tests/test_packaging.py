@@ -91,13 +91,16 @@ def python(tmp_path) -> Interpreter:
 # --- the wheel ---
 
 
-def test_the_wheel_holds_the_package_the_pth_and_the_library_for_amd_and_nothing_else(
+def test_the_wheel_holds_package_pth_amd_library_and_kernel_sources_and_nothing_else(
     source, wheel
 ):
     package = source / "expert_cache_shim"
-    expected = {f"expert_cache_shim/{path.name}" for path in package.glob("*.py")}
-    assert {"expert_cache_shim/bootstrap.py", "expert_cache_shim/hooks.py"} < expected
-    expected |= {
+    modules = [*package.glob("*.py"), *package.glob("commands/*.py")]
+    expected = {str(path.relative_to(source)) for path in modules}
+    assert {"expert_cache_shim/bootstrap.py", "expert_cache_shim/commands/build.py"} < expected
+    kernels = {f"expert_cache_shim/hip/{p.name}" for p in (source / "hip").iterdir() if p.is_file()}
+    assert {"expert_cache_shim/hip/build.sh", "expert_cache_shim/hip/expert_cache.h"} < kernels
+    expected |= kernels | {
         "expert_cache_shim.pth",
         "expert_cache_shim/lib/libexpertcache_hip.so",
         "expert_cache_shim/lib/libexpertcache_hip.so.sha256",
@@ -108,7 +111,7 @@ def test_the_wheel_holds_the_package_the_pth_and_the_library_for_amd_and_nothing
         assert len(set(names)) == len(names)
         assert set(names) - described == expected
         assert {Path(name).name for name in described} == {
-            "LICENSE", "METADATA", "RECORD", "WHEEL", "top_level.txt",
+            "LICENSE", "METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt",
         }  # fmt: skip
         assert archive.read("expert_cache_shim.pth") == HOOK.read_bytes()
         checksum, _ = archive.read("expert_cache_shim/lib/libexpertcache_hip.so.sha256").split()
@@ -147,6 +150,39 @@ def test_a_wheel_installs_starts_and_leaves_nothing_behind(wheel, python, tmp_pa
     pip(python, "uninstall", "--yes", "expert-cache-shim")
     assert files(home) == before
     assert python.says(f"import sys; print({WATCHES})") == "0"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_an_installed_wheel_builds_kernels_that_pip_removes_with_the_rest(wheel, python):
+    home = python.executable.parent.parent
+    before = files(home)
+    pip(python, "install", "--no-deps", "--no-index", wheel)
+    script = python.executable.parent / "expert-cache"
+    done = subprocess.run(
+        [script, "build", "--arch", "host"], capture_output=True, text=True, cwd=home
+    )
+    library = python.site_packages / "expert_cache_shim" / "lib" / "libexpertcache_host.so"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1].startswith(f"built {library}: loads, ABI version ")
+    assert library.is_file()
+    pip(python, "uninstall", "--yes", "expert-cache-shim")
+    assert files(home) == before
+
+
+def test_the_pth_of_an_installed_wheel_is_left_to_pip(wheel, python):
+    pip(python, "install", "--no-deps", "--no-index", wheel)
+    hook = python.site_packages / "expert_cache_shim.pth"
+    owner = f"{hook} belongs to expert-cache-shim {__version__}, which pip installed"
+    command = ("-m", "expert_cache_shim")
+
+    outcome = python.run(*command, "enable")
+    assert (outcome.status, outcome.out, outcome.err) == (
+        0, f"nothing to do: {owner}, and starts it\n", "",
+    )  # fmt: skip
+    outcome = python.run(*command, "disable")
+    assert (outcome.status, outcome.out) == (1, "")
+    assert owner in outcome.err and "pip uninstall expert-cache-shim" in outcome.err
+    assert hook.read_bytes() == HOOK.read_bytes()
 
 
 # --- the editable install ---

@@ -1,0 +1,34 @@
+"""What `expert-cache` does, one module a command and the questions they share.
+
+These modules need the standard library only: an image is looked after before it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command, in the annotation of the parameter that takes its value.
+
+    A parameter is a bool (a flag), a str or None (one value), or a list of str (any number).
+    """
+
+    flag: str
+    help: str
+    metavar: str | None = None
+
+
+class CommandError(Exception):
+    """The command cannot do what it was asked to. One line: what is in the way, the remedy."""
+
+
+def invocation(*words: str) -> str:
+    """The command as this user can type it: an image without pip has no script of that name."""
+    script = shutil.which("expert-cache")
+    python = os.path.basename(sys.executable) or "python"
+    return " ".join(["expert-cache" if script else f"{python} -m expert_cache_shim", *words])
