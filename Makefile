@@ -5,7 +5,7 @@ FAST_VENV := $(if $(wildcard $(VENV)/.complete),$(VENV),.venv-fast)
 PYTEST := -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-fast host hip cuda test test-fast demo lint clean
+.PHONY: help venv venv-fast host hip cuda test test-fast contract demo lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: venv host ## every test, the real engine included
 test-fast: venv-fast host ## without vLLM, sanitizers and injected faults (about a minute)
 	$(FAST_VENV)/bin/python $(PYTEST) tests --ignore=tests/engine \
 	  --ignore=tests/kernels/test_sanitizers.py --ignore=tests/kernels/test_faults.py
+
+contract: venv-fast ## what the shim relies on, in the sources of every vLLM release (40 MB once)
+	$(FAST_VENV)/bin/python -m tools.vllm_contract --write
 
 demo: venv host ## a small model served with and without the cache
 	$(VENV)/bin/python examples/demo.py

@@ -1,0 +1,163 @@
+"""Kernels: their parts, their quantisation configs, and how many experts they read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from expert_cache_shim import vllm_compat
+
+from .facts import Subject, require
+from .layers import FUSED_MOE
+from .reading import Differs, Found, Release
+
+fact = Subject("kernels")
+
+
+@fact("FusedMoEKernel.impl, and in it fused_experts and prepare_finalize")
+def _(release: Release) -> Iterator[Found]:
+    source = release.module(f"{FUSED_MOE}.modular_kernel")
+    kernel = source.cls("FusedMoEKernel")
+    require("impl" in kernel.attributes, f"{kernel.place} sets no impl")
+    yield kernel.attributes["impl"]
+    impl = source.cls("FusedMoEKernelModularImpl")
+    for name in ("fused_experts", "prepare_finalize"):
+        require(name in impl.attributes, f"{impl.place} sets no {name}")
+        yield impl.attributes[name]
+
+
+@fact(f"{vllm_compat.LOCAL_PREPARE_FINALIZE} is there")
+def _(release: Release) -> Iterator[Found]:
+    yield release.cls(vllm_compat.LOCAL_PREPARE_FINALIZE)
+
+
+@fact("FusedMoEQuantConfig has _a1, _a2, _w1, _w2")
+def _(release: Release) -> Iterator[Found]:
+    config = release.module(f"{FUSED_MOE}.config").cls("FusedMoEQuantConfig")
+    for name in ("_a1", "_a2", "_w1", "_w2"):
+        require(name in config.fields, f"{config.place} has no {name}")
+        yield config.fields[name]
+
+
+@fact("FusedMoEQuantDesc has scale, alpha_or_gscale, zp, bias and no other tensor")
+def _(release: Release) -> Iterator[Found]:
+    desc = release.module(f"{FUSED_MOE}.config").cls("FusedMoEQuantDesc")
+    tensors = {n for n, field in desc.fields.items() if "Tensor" in field.text}
+    wanted = {"scale", "alpha_or_gscale", "zp", "bias"}
+    require(tensors == wanted, f"the tensors of {desc.place} are {sorted(tensors)}")
+    yield desc
+
+
+@fact("experts hold quant_config and have block_shape")
+def _(release: Release) -> Iterator[Found]:
+    experts = release.module(f"{FUSED_MOE}.modular_kernel").cls("FusedMoEExperts")
+    require("quant_config" in experts.attributes, f"{experts.place} sets no quant_config")
+    yield experts.attributes["quant_config"]
+    yield experts.method("block_shape")
+
+
+# The first minor version of each experts class that plain storage serves.
+SINCE = {
+    "TritonExperts": "",
+    "TritonWNA16Experts": "",
+    "MarlinExperts": "",
+    "CPUUnquantizedExperts": "0.28",
+    "X86CPUUnquantizedExperts": "0.28",
+    "ArmCPUUnquantizedExperts": "0.28",
+    "PowerCPUUnquantizedExperts": "0.28",
+    "CPUExpertsFp8": "",
+    "CPUExpertsInt4": "0.23",
+    "CPUExpertsInt8": "0.25",
+}
+COUNTS = ("num_experts", "num_local_experts", "local_num_experts", "global_num_experts")
+
+
+def _takes_fewer(name: str) -> None:
+    @fact(f"{name} is there", SINCE[name])
+    def _(release: Release) -> Iterator[Found]:
+        yield release.cls(name)
+
+
+for _name in sorted(vllm_compat.TAKE_FEWER_EXPERTS):
+    _takes_fewer(_name)
+
+
+def served_by_plain(release: Release) -> Iterator[Found]:
+    """The experts classes that plain storage serves, those that this release has."""
+    for name in sorted(vllm_compat.TAKE_FEWER_EXPERTS):
+        with contextlib.suppress(Differs):
+            yield release.cls(name)
+
+
+@fact("those read the number of experts from the weights only")
+def _(release: Release) -> Iterator[Found]:
+    """A read of a count that is kept beside the weights, in a method that an object runs. What
+    LoRA keeps does not matter: such layers are refused."""
+    common = {"FusedMoEExperts", "FusedMoEExpertsModular", "LoRAExpertsMixin"}
+    for experts in served_by_plain(release):
+        for part in release.ancestry(experts):
+            for method in part.methods.values() if part.name not in common else ():
+                if not method.decorators & {"staticmethod", "classmethod"}:
+                    for read in method.reads(*COUNTS):
+                        require(False, f"{experts.name} reads {read.text} at {read.place}")
+        yield experts
+
+
+@fact("fused_moe._config overrides what get_config returns")
+def _(release: Release) -> Iterator[Found]:
+    package = release.module(FUSED_MOE)
+    yield package.assigned("_config")
+    getter = package.function("get_config")
+    require("return _config" in getter.text, f"{getter.place} returns something else")
+    yield getter
+
+
+@fact("try_get_optimal_moe_config(w1_shape, w2_shape, top_k, dtype, M, block_shape)")
+def _(release: Release) -> Iterator[Found]:
+    lookup = release.module(f"{FUSED_MOE}.fused_moe").function("try_get_optimal_moe_config")
+    wanted = ["w1_shape", "w2_shape", "top_k", "dtype", "M", "block_shape"]
+    require(lookup.parameters == wanted, f"its parameters are {lookup.parameters}")
+    yield lookup
+    require("get_config()" in lookup.text, f"{lookup.place} does not ask get_config")
+
+
+@fact("experts look it up by shapes, top k, type, tokens and block shape")
+def _(release: Release) -> Iterator[Found]:
+    wanted = (
+        "w1.size(), w2.size(), top_k_num, self.quant_config.config_name(hidden_states.dtype), "
+        "num_tokens, block_shape=self.block_shape"
+    )
+    for name in sorted(vllm_compat.TUNED_BY_EXPERTS):
+        calls = list(release.cls(name).calls("try_get_optimal_moe_config"))
+        require(calls, f"{name} does not look it up")
+        for call in calls:
+            passed = call.text.split("(", 1)[1][:-1]
+            require(passed == wanted, f"{call.place} passes {passed}")
+            yield call
+
+
+@fact("no other experts that plain storage serves look one up")
+def _(release: Release) -> Iterator[Found]:
+    for experts in served_by_plain(release):
+        if experts.name not in vllm_compat.TUNED_BY_EXPERTS:
+            for part in release.ancestry(experts):
+                for call in part.calls("try_get_optimal_moe_config"):
+                    require(False, f"{experts.name} does at {call.place}")
+        yield experts
+
+
+@fact("apply of tuned experts takes hidden_states, w1, w2, topk_ids")
+def _(release: Release) -> Iterator[Found]:
+    for name in sorted(vllm_compat.TUNED_BY_EXPERTS):
+        apply = release.cls(name).method("apply")
+        missing = {"hidden_states", "w1", "w2", "topk_ids"} - set(apply.parameters)
+        require(not missing, f"{apply.place} takes no {sorted(missing)}")
+        yield apply
+
+
+@fact("FusedMoEQuantConfig.config_name(dtype)")
+def _(release: Release) -> Iterator[Found]:
+    config = release.module(f"{FUSED_MOE}.config").cls("FusedMoEQuantConfig")
+    method = config.method("config_name")
+    require(method.parameters == ["dtype"], f"{method.place} takes {method.parameters}")
+    yield method
