@@ -41,3 +41,19 @@ def host_library_path(build_host_library) -> Path:
 @pytest.fixture(scope="session")
 def host_library(host_library_path: Path) -> native.Library:
     return native.load("host", host_library_path)
+
+
+# Left out by `make test-fast`: what needs vLLM, compiles, installs, starts interpreters by the
+# dozen, or fails at every line in turn.
+SLOW = (
+    "amd/", "contract/", "engine/", "nvidia/", "kernels/test_faults.py",
+    "kernels/test_sanitizers.py", "test_arming_failures.py", "test_bootstrap", "test_cli",
+    "test_packaging.py", "test_sitecustomize.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent).as_posix()
+        if place.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
