@@ -1,6 +1,6 @@
 """An ordinary vLLM script: greedy answers of one model, as JSON. It knows nothing of the cache.
 
-    python examples/generate.py MODEL ANSWERS.json
+python examples/generate.py MODEL ANSWERS.json
 """
 
 import argparse

@@ -236,9 +236,7 @@ def deepseek_v2(shape: Shape, weights: Weights) -> dict:
     )
 
 
-KINDS = {
-    build.__name__: build for build in (qwen3_moe, qwen2_moe, mixtral, olmoe, deepseek_v2)
-}
+KINDS = {build.__name__: build for build in (qwen3_moe, qwen2_moe, mixtral, olmoe, deepseek_v2)}
 
 
 def write_json(path: Path, content: dict) -> None:

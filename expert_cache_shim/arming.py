@@ -98,7 +98,7 @@ def refresh_all() -> None:
     for model, report in list(_reports.items()):
         layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
         report.armed = []
-        for name, layer in _rebind_armed(layers, report):
+        for name, _ in _rebind_armed(layers, report):
             report.refused.append((name, _MOVED))
             logger.warning("expert cache: %s is no longer armed: %s", name, _MOVED)
 

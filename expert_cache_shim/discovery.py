@@ -151,11 +151,9 @@ def _children(root: Any, modules: bool) -> list[tuple[str, Any]]:
     if isinstance(root, types.MethodType):
         return [("__self__", root.__self__), ("__func__", root.__func__)]
     if isinstance(root, types.FunctionType):
-        cells = [(name, cell) for name, cell in zip(root.__code__.co_freevars, root.__closure__ or ())]
-        return [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()] + [
-            ("__defaults__", root.__defaults__), ("__kwdefaults__", root.__kwdefaults__)
-        ]  # fmt: skip
-    if isinstance(root, (type, types.ModuleType)) or type(root).__module__.startswith("vllm.config"):
+        defaults = [("defaults", root.__defaults__), ("kwdefaults", root.__kwdefaults__)]
+        return _closure(root) + defaults
+    if isinstance(root, (type, types.ModuleType)) or _is_configuration(root):
         return []
     held = list(getattr(root, "__dict__", {}).items())
     if isinstance(root, torch.nn.Module):
@@ -163,6 +161,16 @@ def _children(root: Any, modules: bool) -> list[tuple[str, Any]]:
         return [(n, t) for n, t in held if modules and isinstance(t, torch.Tensor)]
     slots = [n for base in type(root).__mro__ for n in _slots(base)]
     return held + [(name, getattr(root, name)) for name in slots if hasattr(root, name)]
+
+
+def _is_configuration(root: Any) -> bool:
+    """vLLM's configuration objects know every layer of the model."""
+    return type(root).__module__.startswith("vllm.config")
+
+
+def _closure(function: types.FunctionType) -> list[tuple[str, Any]]:
+    named = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return [(name, cell.cell_contents) for name, cell in named if cell != types.CellType()]
 
 
 def _slots(base: type) -> tuple[str, ...]:

@@ -151,9 +151,7 @@ class ExpertCache:
         self.policy_name = settings.policy
         self._mirror = mirror
         self.device = storage.placements[0].slots.device
-        self.state = torch.zeros(
-            STATE_HEADER + 8 * experts, dtype=torch.int32, device=self.device
-        )
+        self.state = torch.zeros(STATE_HEADER + 8 * experts, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(8, dtype=torch.int64, device=self.device)
         self._tables = {ROWS: storage.table(scratch=False)}
         if storage.kind == "plain" and storage.has_scratch:

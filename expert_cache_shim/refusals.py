@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from . import native, vllm_compat
-from .discovery import ExpertTensors, NotExpertMajor, count_experts, layer_tensors
-from .discovery import reachable_tensors
+from .discovery import (
+    ExpertTensors,
+    NotExpertMajor,
+    count_experts,
+    layer_tensors,
+    reachable_tensors,
+)
 from .layer import copy_method
 from .settings import Settings
 
-_UVA = (
-    "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set VLLM_WSL2_ENABLE_PIN_MEMORY=1"
-)
+_UVA = "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set VLLM_WSL2_ENABLE_PIN_MEMORY=1"
 OFFLOAD = "serve with --cpu-offload-gb N --cpu-offload-params experts"
 
 
@@ -48,9 +51,7 @@ class Candidate:
         return sum(entry.stride for entry in self.tensors)
 
 
-def inspect(
-    name: str, layer: torch.nn.Module, model_config: Any, settings: Settings
-) -> Candidate:
+def inspect(name: str, layer: torch.nn.Module, model_config: Any, settings: Settings) -> Candidate:
     """Asks every question that needs no device memory. Raises Refusal."""
     if vllm_compat.is_draft_model(model_config):
         raise Refusal("a draft model's experts are few and resident", "nothing needs to change")
@@ -135,7 +136,8 @@ def _check_kernel(layer: torch.nn.Module, method: Any) -> None:
         )
     if prepare is None and vllm_compat.data_parallel_size(layer) > 1:
         raise Refusal(
-            "data parallelism gathers routing ids of other ranks", "serve with one data-parallel rank"
+            "data parallelism gathers routing ids of other ranks",
+            "serve with one data-parallel rank",
         )
 
 

@@ -60,6 +60,7 @@ def leaves_weights_asleep(method: str, tags: Any) -> bool:
     """`wake_up(tags)` wakes parts: memory of the weights' pool is not there before its turn."""
     return method == "wake_up" and tags is not None and "weights" not in tags
 
+
 # --- Layers ---------------------------------------------------------------------------------
 
 

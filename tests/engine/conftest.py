@@ -60,7 +60,5 @@ def stock(folder, checkpoint, environment) -> dict[str, engine.Answer]:
     jobs = {kind: engine.Job(checkpoint(kind)) for kind in engine.MODELS}
     jobs["float32"] = engine.Job(checkpoint("qwen3_moe"), {"dtype": "float32"})
     jobs["transformers"] = engine.Job(checkpoint("qwen3_moe"), reference=True)
-    answers = engine.run(
-        list(jobs.values()), folder / "stock", environment(**engine.IN_PROCESS)
-    )
+    answers = engine.run(list(jobs.values()), folder / "stock", environment(**engine.IN_PROCESS))
     return dict(zip(jobs, answers))

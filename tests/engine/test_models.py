@@ -29,9 +29,7 @@ def cached(folder, checkpoint, environment):
             key = (*way, kind)
             jobs[key] = Job(checkpoint(kind), environment=variables)
             snapshots[key] = where
-    answers = run(
-        list(jobs.values()), folder / "cached", environment(**IN_PROCESS, **shim(folder))
-    )
+    answers = run(list(jobs.values()), folder / "cached", environment(**IN_PROCESS, **shim(folder)))
     return {
         key: (answer, snapshots_of(snapshots[key], jobs[key].model))
         for key, answer in zip(jobs, answers)

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from engine import IN_PROCESS, PROMPTS, Job, Server, run, shim, snapshots_of, total
+from engine import PROMPTS, Job, Server, run, shim, snapshots_of
 
 SLOTS = 16
 
