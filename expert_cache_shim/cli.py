@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import typer
     except ImportError:
-        return _run_plain(words)
-    return _run_typer(typer, words)
+        typer = None
+    return _run_typer(typer, words) if typer else _run_plain(words)
 
 
 class Parameter(NamedTuple):

@@ -48,11 +48,7 @@ def build(
     target_file = Path(output).absolute() if output else default_file(backend)
     _require_writable(target_file, backend)
     print(f"building for {target} ({why})", flush=True)
-    with tempfile.TemporaryDirectory(prefix=".build-", dir=target_file.parent) as folder:
-        built = Path(folder) / target_file.name
-        _compile(script, backend, compiler, built, environ)
-        said = _try(built, backend)
-        os.replace(built, target_file)
+    said = _build_into_place(script, backend, compiler, target_file, environ)
     if target_file == default_file(backend):
         placed = [target_file, *([write_checksum(target_file)] if backend == "hip" else [])]
         _tell_pip(placed)
@@ -60,6 +56,22 @@ def build(
     if output:
         print(f"to use it: export EXPERT_CACHE_LIB={target_file}")
     return 0
+
+
+def _build_into_place(
+    script: Path, backend: str, compiler: str, file: Path, environ: dict[str, str]
+) -> str:
+    """What was there stays until the new library is known to be good; what that one says."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".build-", dir=file.parent)
+    except OSError:  # a file system that is read-only, whatever the permissions say
+        raise _cannot_write(file.parent) from None
+    with folder as name:
+        built = Path(name) / file.name
+        _compile(script, backend, compiler, built, environ)
+        said = _try(built, backend)
+        os.replace(built, file)
+    return said
 
 
 def find_script() -> Path:
@@ -167,10 +179,14 @@ def _require_writable(file: Path, backend: str) -> None:
     if not file.parent.is_dir():
         raise CommandError(f"{file.parent}: no such folder; make it, or name another by --output")
     if not os.access(file.parent, os.W_OK):
-        raise CommandError(
-            f"{file.parent}: cannot be written; `--output FILE` builds elsewhere, and "
-            "EXPERT_CACHE_LIB=FILE uses it"
-        )
+        raise _cannot_write(file.parent)
+
+
+def _cannot_write(folder: Path) -> CommandError:
+    return CommandError(
+        f"{folder}: cannot be written; `--output FILE` builds elsewhere, and "
+        "EXPERT_CACHE_LIB=FILE uses it"
+    )
 
 
 def _compile(script: Path, backend: str, compiler: str, out: Path, environ: dict[str, str]) -> None:

@@ -108,15 +108,8 @@ def check_hook() -> Check:
             "start", "warn", "EXPERT_CACHE_DISABLE is 1, so the shim is inert",
             "unset EXPERT_CACHE_DISABLE",
         )  # fmt: skip
-    started = sys.modules.get(_BOOTSTRAP)
-    if started is None:
+    if _BOOTSTRAP not in sys.modules:
         return _not_started()
-    folder = Path(started.__file__).resolve().parent
-    if folder != PACKAGE:
-        return Check(
-            "start", "warn", f"Python starts another copy of the shim, {folder}; this is {PACKAGE}",
-            "remove one of the two",
-        )  # fmt: skip
     return Check("start", "ok", f"starts with Python by {' and '.join(_ways())}")
 
 

@@ -46,7 +46,8 @@ def probe(steps: list[str], backend: str, file: Path) -> dict[str, dict[str, Any
     for step in steps:
         found[step] = {"error": f"not tried: the process ended before it, {ended}"}
     for result in results:
-        found[result.pop("step")] = result or {"error": f"the process ended in it: {ended}"}
+        step = result.pop("step")
+        found[step] = result or {"error": f"the process ended in it: {ended}"}
     return found
 
 

@@ -1,0 +1,99 @@
+"""The command line itself: the same with typer and without, and no part of the shim."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from start_up import ROOT, make_venv
+
+from expert_cache_shim import __version__, cli
+
+COMMANDS = [command.__name__ for command in cli.COMMANDS]
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture(params=["typer", "argparse"])
+def front(request, capsys, monkeypatch):
+    """Runs `expert-cache` through one of the two parsers."""
+    if request.param == "argparse":
+        monkeypatch.setitem(sys.modules, "typer", None)
+    else:
+        pytest.importorskip("typer")
+
+    def run(*words):
+        return Done(cli.main(words), *capsys.readouterr())
+
+    return run
+
+
+def test_without_a_command_it_lists_them(front):
+    done = front()
+    assert done.status == 2
+    assert all(name in done.out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=COMMANDS)
+def test_every_option_of_a_command_is_offered(front, command):
+    done = front(command.__name__, "--help")
+    assert done.status == 0
+    for parameter in cli.parameters(command):
+        assert parameter.option.flag in done.out
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS, ids=COMMANDS)
+def test_every_option_of_a_command_is_documented(command):
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    for parameter in cli.parameters(command):
+        assert f"`{parameter.option.flag}" in page
+
+
+def test_it_says_its_version(front):
+    done = front("--version")
+    assert (done.status, done.out) == (0, f"{__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "words", [["no-such-command"], ["build", "--no-such-option"], ["--no-such-option"]]
+)
+def test_what_it_does_not_know_is_status_2(front, words):
+    done = front(*words)
+    assert done.status == 2 and "no-such" in done.err
+
+
+def test_values_reach_the_command(front):
+    done = front("build", "--arch", "gfx942", "--arch", "sm_90", "--with", "nvcc")
+    assert done.status == 1
+    assert "--arch gfx942, --arch sm_90, --with nvcc: one library is for" in done.err
+    done = front("build", "--arch", "host", "--output", "/no/such/folder/x.so")
+    assert done.status == 1 and "/no/such/folder: no such folder" in done.err
+
+
+def test_a_command_that_is_not_there_without_the_extra_names_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert cli.main(["status"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "'status'" in said and "pip install 'expert-cache-shim[tools]'" in said
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.14"])
+def test_a_bare_python_is_enough(version, tmp_path):
+    python = make_venv(version, tmp_path / "venv", "--without-pip")
+    outcome = python.run("-m", "expert_cache_shim", "--version", cwd=ROOT)
+    assert (outcome.status, outcome.out, outcome.err) == (0, f"{__version__}\n", "")
+
+
+def test_the_shim_imports_no_part_of_the_command_line():
+    code = (
+        "import sys, expert_cache_shim.hooks, expert_cache_shim.native\n"
+        "print([m for m in sys.modules if m.startswith(('typer', 'rich', 'expert_cache_shim.c'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
