@@ -9,9 +9,7 @@ from .facts import Fact, Result, examine
 from .reading import Release
 
 FACTS: list[Fact] = [
-    fact
-    for module in (loading, layers, kernels, configuration)
-    for fact in module.fact.facts
+    fact for module in (loading, layers, kernels, configuration) for fact in module.fact.facts
 ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .reading import Differs, Found, Release
 from .sources import release
 
-OK, DIFFERS, KNOWN, ABSENT = "ok", "differs", "known", "absent"
+OK, DIFFERS, ABSENT = "ok", "differs", "absent"
 Check = Callable[[Release], Iterable[Found]]
 
 
@@ -17,8 +17,7 @@ class Fact:
     """Something that the shim relies on, and the releases in which it is so.
 
     Releases are compared by minor version: `until="0.23"` takes in 0.23.1. Outside of them the
-    fact must not hold, or what the shim says about versions is wrong. `known` maps releases to
-    the reason why a difference there does no harm.
+    fact must not hold, or what the shim says about versions is wrong.
     """
 
     subject: str
@@ -26,7 +25,15 @@ class Fact:
     check: Check
     since: str = ""
     until: str = ""
-    known: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def stated(self) -> str:
+        """The releases in which it is expected, in words."""
+        if self.since and self.until:
+            return f"{self.since} to {self.until}"
+        if self.since:
+            return f"from {self.since}"
+        return f"to {self.until}" if self.until else "all"
 
     def expected(self, version: str) -> bool:
         minor = release(version)[:2]
@@ -53,12 +60,9 @@ class Subject:
         self.name = name
         self.facts: list[Fact] = []
 
-    def __call__(
-        self, name: str, since: str = "", until: str = "", known: dict[str, str] | None = None
-    ) -> Callable[[Check], Check]:
+    def __call__(self, name: str, since: str = "", until: str = "") -> Callable[[Check], Check]:
         def register(check: Check) -> Check:
-            versions = tuple((known or {}).items())
-            self.facts.append(Fact(self.name, name, check, since, until, versions))
+            self.facts.append(Fact(self.name, name, check, since, until))
             return check
 
         return register
@@ -66,27 +70,18 @@ class Subject:
 
 def examine(fact: Fact, sources: Release) -> Result:
     """Reads one fact in one release. What the check finds is named by file and line."""
+    expected = fact.expected(sources.version)
     try:
         found = tuple(piece.place for piece in fact.check(sources))
         if not found:
             raise Differs("nothing of the kind was found")
     except Differs as error:
-        return _without(fact, sources.version, str(error))
-    if fact.expected(sources.version):
+        status = DIFFERS if expected else ABSENT
+        return Result(fact, sources.version, status, reason=str(error))
+    if expected:
         return Result(fact, sources.version, OK, found)
-    bounds = " ".join(f"{w} {v}" for w, v in (("from", fact.since), ("to", fact.until)) if v)
-    return Result(
-        fact, sources.version, DIFFERS, found, f"is so at {found[0]}, though stated {bounds} only"
-    )
-
-
-def _without(fact: Fact, version: str, reason: str) -> Result:
-    if not fact.expected(version):
-        return Result(fact, version, ABSENT, reason=reason)
-    harmless = dict(fact.known).get(version)
-    if harmless:
-        return Result(fact, version, KNOWN, reason=f"{reason}; {harmless}")
-    return Result(fact, version, DIFFERS, reason=reason)
+    reason = f"is so at {found[0]}, but is stated for releases {fact.stated} only"
+    return Result(fact, sources.version, DIFFERS, found, reason)
 
 
 def require(condition: object, otherwise: str) -> None:

@@ -79,9 +79,9 @@ def _runs(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def whole_wheel(distribution: str, version: str, folder: Path) -> ZipFile:
     command = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    subprocess.run(
-        [sys.executable, "-m", "pip", *command, f"{distribution}=={version}"], check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "pip", *command, f"{distribution}=={version}"])
+    if done.returncode:
+        raise SystemExit(f"pip cannot download {distribution} {version}")
     (path,) = folder.glob("*.whl")
     return ZipFile(path)
 

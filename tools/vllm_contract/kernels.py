@@ -75,7 +75,7 @@ COUNTS = ("num_experts", "num_local_experts", "local_num_experts", "global_num_e
 def _takes_fewer(name: str) -> None:
     @fact(f"{name} is there", SINCE[name])
     def _(release: Release) -> Iterator[Found]:
-        yield release.cls(name)
+        yield from release.classes(name)
 
 
 for _name in sorted(vllm_compat.TAKE_FEWER_EXPERTS):
@@ -86,7 +86,7 @@ def served_by_plain(release: Release) -> Iterator[Found]:
     """The experts classes that plain storage serves, those that this release has."""
     for name in sorted(vllm_compat.TAKE_FEWER_EXPERTS):
         with contextlib.suppress(Differs):
-            yield release.cls(name)
+            yield from release.classes(name)
 
 
 @fact("those read the number of experts from the weights only")

@@ -135,7 +135,7 @@ def _(release: Release) -> Iterator[Found]:
     yield from method.calls("set_current_vllm_config")
 
 
-@fact("vllm.version has __version__, and vllm takes it first")
+@fact("vllm.version and vllm have __version__")
 def _(release: Release) -> Iterator[Found]:
     held = release.module("vllm.version").imports("__version__")
     require(held, "vllm/version.py does not import it")

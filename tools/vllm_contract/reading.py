@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,12 +181,20 @@ class Release:
             if mentioning in source.text:
                 yield source
 
+    def classes(self, name: str) -> list[Found]:
+        """The classes of a name, in whatever file they are: at least one."""
+        sources = self.sources(mentioning=f"class {name}")
+        found = [source.classes[name] for source in sources if name in source.classes]
+        if not found:
+            raise Differs(f"there is no class {name}")
+        return found
+
     def cls(self, name: str) -> Found:
-        """A class, in whatever file it is."""
-        for source in self.sources(mentioning=f"class {name}"):
-            if name in source.classes:
-                return source.classes[name]
-        raise Differs(f"there is no class {name}")
+        """The one class of a name."""
+        first, *others = self.classes(name)
+        if others:
+            raise Differs(f"{name} is at {first.place} and at {others[0].place}")
+        return first
 
     def subclasses(self, name: str) -> dict[str, Found]:
         """Classes that derive from a class, also by way of others, and the class itself."""
@@ -200,12 +209,10 @@ class Release:
         chain = [found]
         for base in chain:
             for name in base.bases:
-                try:
+                with contextlib.suppress(Differs):
                     more = base.source.classes.get(name) or self.cls(name)
-                except Differs:
-                    continue
-                if more not in chain:
-                    chain.append(more)
+                    if more not in chain:
+                        chain.append(more)
         return chain
 
 

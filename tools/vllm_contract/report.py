@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from .facts import ABSENT, DIFFERS, KNOWN, OK, Fact, Result
+from .facts import ABSENT, DIFFERS, OK, Fact, Result
 from .sources import ROOT
 
 DOCUMENT = ROOT / "docs" / "compatibility.md"
-SIGNS = {OK: "ok", KNOWN: "known", ABSENT: "-", DIFFERS: "DIFFERS"}
+SIGNS = {OK: "ok", ABSENT: "-", DIFFERS: "DIFFERS"}
 Results = dict[str, list[Result]]
 
 
@@ -44,7 +44,7 @@ def release_row(version: str, found: list[Result]) -> list[str]:
     cells = []
     for subject in subjects:
         count = Counter(r.status for r in found if r.fact.subject == subject)
-        parts = [f"{count[s]} {s}" for s in (OK, KNOWN, DIFFERS) if count[s]]
+        parts = [f"{count[s]} {s}" for s in (OK, DIFFERS) if count[s]]
         cells.append(", ".join(parts))
     return [version, *cells]
 
@@ -55,21 +55,12 @@ def releases_table(facts: list[Fact], results: Results) -> str:
     return _markdown(["release", *subjects], rows)
 
 
-def stated(fact: Fact) -> str:
-    """The releases in which a fact is expected, in words."""
-    if fact.since and fact.until:
-        return f"{fact.since} to {fact.until}"
-    if fact.since:
-        return f"from {fact.since}"
-    return f"to {fact.until}" if fact.until else "all"
-
-
 def facts_table(results: list[Result]) -> str:
     """Every fact, its releases, and where it was found in the release of these results."""
     rows = [
         [
             result.fact.name,
-            stated(result.fact),
+            result.fact.stated,
             f"`{result.places[0].removeprefix('vllm/')}`" if result.places else "",
         ]
         for result in results

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from expert_cache_shim.versions import OLDEST_TRIED
+
 ROOT = Path(__file__).resolve().parents[2]
-OLDEST = "0.21.0"
 EVERYTHING = ("vllm/",)
 # What the facts are read from: about 2 MB of a wheel of 250 to 400 MB.
 SELECTION = (
@@ -59,15 +60,15 @@ def default_cache() -> Path:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """"0.25.1" as (0, 25, 1), for comparing; what follows the numbers does not count."""
+    """A version for comparing, "0.25.1" as (0, 25, 1); a suffix does not count."""
     return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())
 
 
 def listed() -> list[str]:
-    """The releases on the index from OLDEST on, in order. Raises SourcesError."""
+    """The releases on the index from OLDEST_TRIED on, in order. Raises SourcesError."""
     found = json.loads(_fetch("list"))
     versions = sorted(found, key=release)
-    wanted = [version for version in versions if release(version) >= release(OLDEST)]
+    wanted = [version for version in versions if release(version) >= release(OLDEST_TRIED)]
     if not wanted:
         raise SourcesError("the package index has no wheel of vLLM for this machine")
     return wanted
