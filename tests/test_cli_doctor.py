@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import hip_stand_in
 import pytest
 from command_line import Image, make_image, put_torch
 from documents import Document
@@ -236,7 +237,37 @@ def test_a_setting_that_is_not_allowed(whole):
     assert remedy == "correct it; the cache is off until then"
 
 
+@pytest.mark.parametrize("words", [[], ["--build"]])
+def test_a_pytorch_that_cannot_be_imported(image, words):
+    put_torch(image.python, "raise ImportError('libc10.so: cannot open')", hip="6.4")
+    (gpu,) = checks(image, *words)["gpu"]
+    assert gpu["status"] == "fail"
+    assert gpu["found"] == "PyTorch cannot be imported: libc10.so: cannot open"
+
+
 # --- The kernel library ---
+
+
+def test_the_library_for_amd_loads_in_an_image_with_rocm_and_no_gpu(image, tmp_path):
+    """The committed object, and a stand-in for the runtime that PyTorch loads privately."""
+    torch_like = hip_stand_in.build(tmp_path) / hip_stand_in.TORCH_LIKE
+    code = (
+        f"import ctypes; ctypes.CDLL({str(torch_like)!r})\n"
+        "class version: hip = '6.4'\n"
+        "class cuda: is_available = lambda: False\n"
+    )
+    put_torch(image.python, code, hip="6.4")
+    outcome = image.call("doctor", "--build")
+    # The stand-in for PyTorch lacks what `arming` imports of it; nothing else is wrong.
+    assert [line.split()[:2] for line in outcome.out.splitlines() if line[0] != " "] == [
+        ["fail", "imports"]
+    ]
+    kernels = checks(image)["kernels"][0]
+    library = image.package / "lib" / "libexpertcache_hip.so"
+    assert (kernels["status"], kernels["found"]) == (
+        "ok",
+        f"{library}: hip, ABI version 1, gfx90a gfx942 gfx1201, checksum matches",
+    )
 
 
 def test_a_truncated_library(image):

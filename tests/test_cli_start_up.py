@@ -128,6 +128,19 @@ def test_another_environment(image, tmp_path, named):
     assert other.python.says(STARTED) == "False"
 
 
+def test_the_packages_of_one_python_are_not_given_to_another(tmp_path):
+    """A .pth that names a site-packages would put all of it on the path."""
+    image, other = make_image(tmp_path / "one"), make_image(tmp_path / "other")
+    inside = image.python.site_packages / "expert_cache_shim"
+    shutil.move(image.package, inside)
+    image = Image(image.python, image.python.site_packages)
+    line = image.refusal("enable", "--prefix", str(other.python.site_packages))
+    assert line.startswith(f"{image.folder}: has packages of another Python beside this one; ")
+    assert not other.hook.exists()
+    assert image.call("enable").status == 0
+    assert image.python.says(STARTED) == "True"
+
+
 def test_a_prefix_must_be_one_environment(image, tmp_path):
     assert "has none" in image.refusal("enable", "--prefix", str(tmp_path / "absent"))
     for version in ("3.11", "3.12"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from ..settings import VARIABLES, Settings, SettingsError
@@ -74,7 +75,7 @@ def check_counters(setting: str | None) -> Check:
         return Check("counters", "warn", f"{folder}: {error.strerror or error}", remedy)
     finally:
         for new in made:
-            if new.is_dir():
+            with contextlib.suppress(OSError):  # a worker that starts just now may use it
                 new.rmdir()
     if kind not in IN_MEMORY:
         found = f"{folder}: can be written, but is on {kind}, which a GPU may not map"

@@ -52,10 +52,13 @@ def checks_of_image() -> list[Check]:
     needed = backend or "host"
     file = check_device.needed_file(needed)
     found = probe([*(["torch"] if backend else []), "shim", "library"], needed, file)
+    # The GPUs are not here yet; a PyTorch that cannot be imported will not see them there.
+    gpu = check_device.check_gpu(backend, found["torch"]) if backend else None
     return [
         check_start.check_files(),
         check_start.check_imports(found["shim"]),
         check_start.check_hook_in_child(),
+        *([gpu] if gpu and gpu.status == "fail" else []),
         check_device.check_kernels(needed, file, found["library"]),
         *check_device.check_other_kernels(file),
     ]

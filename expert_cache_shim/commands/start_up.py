@@ -17,6 +17,7 @@ from . import CommandError, Option
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FILE = "expert_cache_shim.pth"
+SITE_NAMES = ("site-packages", "dist-packages")
 MARK = "# Written by `expert-cache enable`; `expert-cache disable` removes it."
 # The same line as in the wheel. It is silent without the package and starts it once.
 START = (
@@ -51,8 +52,7 @@ def enable(prefix: Prefix = None) -> int:
             print(f"nothing to do: {file} belongs to {owner}, which pip installed, and starts it")
             return 0
         _refuse_foreign(file, found)
-    if "\n" in str(PACKAGE.parent) or "\r" in str(PACKAGE.parent):
-        raise CommandError(f"{str(PACKAGE.parent)!r}: a .pth cannot name it; move the package")
+    _require_folder_to_name(file.parent)
     try:
         _write(file, text)
     except OSError as error:
@@ -84,6 +84,18 @@ def disable(prefix: Prefix = None) -> int:
     return 0
 
 
+def _require_folder_to_name(site_folder: Path) -> None:
+    """A .pth names the package's folder, and puts all that lies there on sys.path."""
+    folder = PACKAGE.parent
+    if "\n" in str(folder) or "\r" in str(folder):
+        raise CommandError(f"{str(folder)!r}: a .pth cannot name it; move the package")
+    if folder.name in SITE_NAMES and folder != site_folder.resolve():
+        raise CommandError(
+            f"{folder}: has packages of another Python beside this one; install with the pip of "
+            f"that of {site_folder}, or copy the package to a folder of its own"
+        )
+
+
 def site_packages(prefix: str | None) -> Path:
     """The folder whose .pth files Python runs: of this Python, or of what `--prefix` names."""
     if prefix is None:
@@ -92,7 +104,7 @@ def site_packages(prefix: str | None) -> Path:
             raise CommandError(f"{folder}: no such folder; name one by --prefix")
         return folder
     folder = Path(prefix).absolute()
-    if folder.name in ("site-packages", "dist-packages") and folder.is_dir():
+    if folder.name in SITE_NAMES and folder.is_dir():
         return folder
     found = sorted(folder.glob("lib/python3*/site-packages"))
     if len(found) == 1:
