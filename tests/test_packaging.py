@@ -91,9 +91,7 @@ def python(tmp_path) -> Interpreter:
 # --- the wheel ---
 
 
-def test_the_wheel_holds_package_pth_amd_library_and_kernel_sources_and_nothing_else(
-    source, wheel
-):
+def test_the_wheel_holds_package_pth_amd_library_and_kernel_sources_and_nothing_else(source, wheel):
     package = source / "expert_cache_shim"
     modules = [*package.glob("*.py"), *package.glob("commands/*.py")]
     expected = {str(path.relative_to(source)) for path in modules}

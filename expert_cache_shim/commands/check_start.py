@@ -12,13 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from .. import versions
 from . import invocation
 from .check import Check
 from .machine import find_package
 from .start_up import FILE, PACKAGE
 
-# Whose sources were read for vllm_compat.
-OLDEST_VLLM, NEWEST_VLLM = (0, 21), (0, 33)
 _BOOTSTRAP = "expert_cache_shim.bootstrap"
 
 
@@ -85,17 +84,10 @@ def check_vllm(version: str | None) -> Check:
             "vllm", "warn", "not in this Python, so there is nothing to serve",
             "run this with the Python that runs vLLM",
         )  # fmt: skip
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(numbers[1]), int(numbers[2])) if numbers else None
-    span = "{}.{} to {}.{}".format(*OLDEST_VLLM, *NEWEST_VLLM)
-    if release is None or release < OLDEST_VLLM:
+    note = versions.note(version)
+    if note or not version:
         return Check(
-            "vllm", "warn", f"{version or 'no version'}: the shim was written for {span}",
-            "use one of these if layers are not armed",
-        )  # fmt: skip
-    if release > NEWEST_VLLM:
-        return Check(
-            "vllm", "warn", f"{version}: newer than what the shim was written for, {span}",
+            "vllm", "warn", (note or "of an unknown version").removeprefix("expert cache: "),
             "the log of `vllm serve` says whether layers are armed",
         )  # fmt: skip
     return Check("vllm", "ok", version)
