@@ -92,7 +92,7 @@ class KernelError(RuntimeError):
         self.code = code
 
 
-_FUNCTIONS = {
+FUNCTIONS = {
     "expert_cache_abi_version": ([], c_int),
     "expert_cache_backend": ([], c_char_p),
     "expert_cache_architectures": ([], c_char_p),
@@ -220,7 +220,7 @@ def load(backend: str, path: str | os.PathLike[str] | None = None) -> Library:
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     file = Path(path) if path else Path(__file__).parent / "lib" / f"libexpertcache_{backend}.so"
-    _check_file(file, backend)
+    check_file(file, backend)
     if backend == "hip":
         _promote_hip_runtime(file)
     try:
@@ -241,7 +241,7 @@ def _rebuild(backend: str) -> str:
     return f"run `make {backend}`, or set EXPERT_CACHE_LIB to a library that fits"
 
 
-def _check_file(file: Path, backend: str) -> None:
+def check_file(file: Path, backend: str) -> None:
     """Refuse what is no whole ELF file: mapping a truncated one can kill the process (SIGBUS)."""
     try:
         with file.open("rb") as stream:
@@ -318,7 +318,7 @@ def _mapped_library(name: str) -> str | None:
 
 def _bind(handle: ctypes.CDLL, file: Path, backend: str) -> None:
     """Set every function's types. The ABI version goes first: it explains a missing function."""
-    for name, (argtypes, restype) in _FUNCTIONS.items():
+    for name, (argtypes, restype) in FUNCTIONS.items():
         try:
             function = getattr(handle, name)
         except AttributeError:

@@ -117,7 +117,7 @@ def open_snapshot(
     folder = Path(setting) if setting else default_folder()
     try:
         if not setting:
-            _own(folder)
+            own_folder(folder)
             _remove_stale(folder)
         return SnapshotFile(folder, model, rank, layers)
     except Exception as error:  # the cache works without it
@@ -208,7 +208,7 @@ def _mib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
-def _own(folder: Path) -> None:
+def own_folder(folder: Path) -> None:
     """Refuses a default folder that somebody else made (its name can be guessed)."""
     folder.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(folder)

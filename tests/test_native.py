@@ -312,7 +312,7 @@ def test_numbers_are_those_of_the_header(tmp_path):
 
 
 def test_every_declared_function_is_bound():
-    assert list(native._FUNCTIONS) == declared_functions()
+    assert list(native.FUNCTIONS) == declared_functions()
 
 
 def c_output(folder, statements):

@@ -67,7 +67,7 @@ def check_counters(setting: str | None) -> Check:
     made = _missing_folders(folder)
     try:
         if not setting:
-            telemetry._own(folder)
+            telemetry.own_folder(folder)
         snapshot = telemetry.SnapshotFile(folder, "doctor", 0, [])
         snapshot.path.unlink()
         kind = filesystem_of(folder)

@@ -24,9 +24,9 @@ def check_file(file: Path, backend: str) -> str:
     Raises native.LibraryError where it is no whole library with our functions, or differs from
     the checksum beside it.
     """
-    native._check_file(file, backend)
+    native.check_file(file, backend)
     content = file.read_bytes()
-    for name in native._FUNCTIONS:
+    for name in native.FUNCTIONS:
         if name.encode() + b"\0" not in content:
             raise native.LibraryError(f"{file}: has no function {name}; build it again")
     expected = _checksum_beside(file)
