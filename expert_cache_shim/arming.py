@@ -6,6 +6,7 @@ exactly as it was and serves on vLLM's own path.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import budget, native, telemetry, vllm_compat
+from . import budget, native, telemetry, versions, vllm_compat
 from .discovery import layer_tensors
 from .layer import ArmedLayer, ExpertCache
 from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
@@ -128,6 +129,7 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
         return
     if settings.disable or not layers:
         return
+    _say_if_untried()
     for warning in settings.unknown:
         logger.warning("expert cache: %s", warning)
     candidates = list(_candidates(layers, model_config, settings, report))
@@ -144,6 +146,14 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
         return
     if candidates:
         _arm_candidates(candidates, plan, Allocator(library, device), settings, report)
+
+
+@functools.cache
+def _say_if_untried() -> None:
+    """One line a process where vLLM is a release that nobody has tried."""
+    note = versions.note(versions.running())
+    if note:
+        logger.warning("%s", note)
 
 
 def _candidates(

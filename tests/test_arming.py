@@ -224,3 +224,12 @@ def test_an_error_while_a_layer_is_bound_again_leaves_no_layer_with_an_old_kerne
     report = arm(model)
     assert len(report.armed) == 1
     assert_same(outputs(model), outputs(uncached))
+
+
+def test_a_vllm_that_is_newer_than_what_was_tried_is_served_with_one_line(arm, caplog, monkeypatch):
+    arming._say_if_untried.cache_clear()
+    monkeypatch.setattr(arming.versions, "running", lambda: "9.1.0")
+    for _ in range(2):
+        assert arm(model_of(methods.UnquantizedFusedMoEMethod)).armed
+    assert caplog.text.count("vLLM 9.1.0 is newer than") == 1
+    arming._say_if_untried.cache_clear()
