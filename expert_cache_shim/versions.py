@@ -42,7 +42,7 @@ def note(version: str | None) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...] | None:
-    """"0.33.0rc1+rocm7" as (0, 33): the numbers before any suffix, trailing zeros dropped. A
+    """The numbers before any suffix, without zeros at the end: "0.33.0rc1+rocm7" is (0, 33). A
     pre-release counts as its release, and so does a build with a local suffix."""
     found = _RELEASE.match(version)
     if found is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,14 +54,18 @@ class Index:
 
 
 def unpack(wheel: ZipFile, wanted: list[ZipInfo], folder: Path) -> None:
-    """Files that lie close together in the wheel are transferred at once."""
+    """Files that lie close together in the wheel are transferred at once, into a sparse copy of
+    it that has nothing but them: reading them one by one would ask the index for each."""
     starts = sorted(info.header_offset for info in wheel.infolist())
     ends = dict(zip(starts, [*starts[1:], wheel.start_dir]))
-    for start, end in _runs((info.header_offset, ends[info.header_offset]) for info in wanted):
-        wheel.fp.seek(start)
-        wheel.fp.read(end - start)
-    for info in wanted:
-        wheel.extract(info, folder)
+    spans = [(info.header_offset, ends[info.header_offset]) for info in wanted]
+    with tempfile.TemporaryFile() as copy:
+        for start, end in [*_runs(spans), (wheel.start_dir, wheel.fp.seek(0, os.SEEK_END))]:
+            wheel.fp.seek(start)
+            copy.seek(start)
+            copy.write(wheel.fp.read(end - start))
+        with ZipFile(copy) as local:
+            local.extractall(folder, wanted)
 
 
 def _runs(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
