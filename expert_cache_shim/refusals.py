@@ -216,7 +216,7 @@ def check_on_host(candidate: Candidate, library: native.Library) -> None:
 def check_plain(method: Any) -> None:
     experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
     remedy = "use EXPERT_CACHE_STORAGE=virtual or auto"
-    if not any(base.__name__ in vllm_compat.TAKE_FEWER_EXPERTS for base in type(experts).__mro__):
+    if type(experts).__name__ not in vllm_compat.TAKE_FEWER_EXPERTS:
         runner = method if experts is None else experts
         raise Refusal(
             f"{type(runner).__name__} is not known to run with fewer experts than the model "

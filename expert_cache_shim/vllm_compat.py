@@ -1,8 +1,9 @@
 """Every fact about vLLM's insides that the shim relies on, with the versions it was seen in.
 
-Read from the sources of vLLM 0.21.0, 0.23.0, 0.25.1, 0.28.0, 0.30.0, 0.32.0 (CPU build, also
-run) and 0.33.0. A name that is missing in the running version makes a question answer "no",
-never an exception: a newer vLLM is served as far as its parts can be recognised.
+Read from the sources of every release from 0.21.0 to 0.33.0; `make contract` checks them again.
+0.25.1 (CUDA) and 0.32.0 (CPU build) were also run. A name that is missing in the running version
+makes a question answer "no", never an exception: a newer vLLM is served as far as its parts can
+be recognised.
 
 What is rebound, and when that can go:
 
@@ -65,7 +66,7 @@ def leaves_weights_asleep(method: str, tags: Any) -> bool:
 
 
 def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules that own expert weights: FusedMoE (0.21-0.23), RoutedExperts (0.25-0.33).
+    """Modules that own expert weights: FusedMoE (0.21-0.23), RoutedExperts (0.24-0.33).
 
     Recognised by what they own, not by class: a `quant_method` and `w13_*` tensors.
     """
@@ -94,7 +95,7 @@ def is_lora_enabled(layer: Any) -> bool:
 
 
 def is_eplb_enabled(layer: Any) -> bool:
-    """0.21-0.23: layer.enable_eplb; 0.25-0.33: FusedMoEParallelConfig.enable_eplb."""
+    """0.21: layer.enable_eplb too; 0.21-0.33: FusedMoEParallelConfig.enable_eplb."""
     return bool(
         getattr(layer, "enable_eplb", False)
         or getattr(_parallel_config(layer), "enable_eplb", False)
@@ -127,8 +128,10 @@ def _parallel_config(layer: Any) -> Any:
 LOCAL_PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoDPEPModular"
 
 # Experts classes that take weights of S rows while the model has E experts: they read the
-# number of experts from the weights only. Read in source, 0.21-0.33; the CPU and Triton forms
-# were also run. `plain` storage serves these and refuses the rest.
+# number of experts from the weights only. Read in source, 0.21-0.33 (CPU forms from 0.23 on);
+# the CPU and Triton forms were also run. `plain` storage serves these and refuses the rest.
+# By exact name: a class derived from one of these may do otherwise (the emulations of narrow
+# formats unpack inside apply, and AITER's do not use the tuned configuration at all).
 TAKE_FEWER_EXPERTS = frozenset(
     {
         "TritonExperts",
@@ -162,7 +165,7 @@ def fused_experts(kernel: Any) -> Any:
 def ensure_quant_config(layer: Any) -> None:
     """A method without a kernel gets its quantisation config at the first forward; the layer's
     own call, which changes nothing when repeated, gives it now. 0.21-0.23:
-    ensure_moe_quant_config_init; 0.25-0.33: _ensure_moe_quant_config_init."""
+    ensure_moe_quant_config_init; 0.24-0.33: _ensure_moe_quant_config_init."""
     if moe_kernel(layer.quant_method) is not None:
         return
     for name in ("_ensure_moe_quant_config_init", "ensure_moe_quant_config_init"):
@@ -177,7 +180,7 @@ TUNED_BY_EXPERTS = frozenset({"TritonExperts", "TritonWNA16Experts"})
 
 
 def needs_tuned_config(experts: Any) -> bool:
-    return any(base.__name__ in TUNED_BY_EXPERTS for base in type(experts).__mro__)
+    return type(experts).__name__ in TUNED_BY_EXPERTS
 
 
 def _tuned_config_lookup() -> tuple[Any, Any]:
@@ -248,7 +251,7 @@ def uses_ubatches() -> bool:
 
 def compiles_on_cpu() -> bool:
     """True where torch.compile traces through `apply`: on a CPU the runner calls the layer
-    directly, not through the opaque op `moe_forward` that other platforms use (0.25-0.33)."""
+    directly, not through the opaque op `moe_forward` that other platforms use (0.21-0.33)."""
     compilation = getattr(_current_config(), "compilation_config", None)
     mode = getattr(compilation, "mode", None)
     return mode is not None and int(mode) > 0 and not sys.modules["torch"].cuda.is_available()

@@ -288,14 +288,15 @@ def test_plain_storage_for_a_kernel_not_known_to_take_fewer_experts(
     assert "EXPERT_CACHE_STORAGE=virtual" in remedy
 
 
-def test_plain_storage_serves_a_subclass_of_a_known_kernel(arm, settings):
-    class TunedTritonExperts(kernels.TritonExperts):
-        pass
+def test_plain_storage_does_not_trust_a_subclass_of_a_known_kernel(refused, settings):
+    class EmulatedTritonExperts(kernels.TritonExperts):
+        """Derived classes of vLLM unpack weights inside apply, or use no tuned configuration."""
 
     settings(storage="plain")
     model = model_of(count=1)
-    model.routed[0].quant_method.moe_kernel.fused_experts.__class__ = TunedTritonExperts
-    assert [armed.cache.storage.kind for armed in arm(model).armed] == ["plain"]
+    model.routed[0].quant_method.moe_kernel.fused_experts.__class__ = EmulatedTritonExperts
+    reason, _ = refused(model)
+    assert "EmulatedTritonExperts is not known to run with fewer experts" in reason
 
 
 def test_plain_storage_for_a_kernel_whose_tuned_configuration_cannot_be_kept(
