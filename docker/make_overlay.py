@@ -10,6 +10,8 @@ A .pth and not PYTHONPATH: it reaches this one Python and no other of the image,
 -E and -I, and no entrypoint or `docker run -e` can undo it by accident.
 """
 
+from __future__ import annotations
+
 import compileall
 import importlib.metadata
 import os
@@ -36,7 +38,7 @@ def main(folder: Path, overlay: Path, archs: list[str]) -> None:
 
 
 def check_base() -> None:
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036  (the base decides)
         fail(f"{sys.executable} is Python {sys.version.split()[0]}; the shim needs 3.10 or later")
     from expert_cache_shim.commands.machine import find_package
 
