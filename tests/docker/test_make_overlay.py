@@ -10,6 +10,8 @@ import pytest
 import wrapt
 from start_up import CURRENT, PACKAGE, ROOT, Interpreter, Outcome, make_venv, put_vllm
 
+from expert_cache_shim import native
+
 SCRIPT = ROOT / "docker" / "make_overlay.py"
 
 
@@ -100,6 +102,17 @@ def test_a_library_for_nvidia_comes_from_the_build_context(python, folder):
     said = make(python, folder)
     assert (said.status, "taking libexpertcache_cuda.so" in said.out) == (0, True)
     assert f"{folder}/expert_cache_shim/lib/libexpertcache_cuda.so" in overlay_files(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+def test_without_one_nvcc_builds_it_for_what_is_asked(python, folder):
+    put_torch(python, cuda="13.0")
+    (folder / "expert_cache_shim" / "lib" / "libexpertcache_cuda.so").unlink()
+    said = make(python, folder, "sm_90")
+    assert said.status == 0, said
+    library = overlay_files(folder)[f"{folder}/expert_cache_shim/lib/libexpertcache_cuda.so"]
+    assert native.load("cuda", library).architectures == ("sm_90", "compute_90")
 
 
 def test_without_one_and_without_nvcc_the_build_stops(python, folder):
