@@ -46,7 +46,7 @@ def host_library(host_library_path: Path) -> native.Library:
 # Left out by `make test-fast`: what needs vLLM, compiles, installs, starts interpreters by the
 # dozen, or fails at every line in turn.
 SLOW = (
-    "amd/", "contract/", "engine/", "nvidia/", "kernels/test_faults.py",
+    "amd/", "contract/", "docker/", "engine/", "nvidia/", "kernels/test_faults.py",
     "kernels/test_sanitizers.py", "test_arming_failures.py", "test_bootstrap", "test_cli",
     "test_packaging.py", "test_sitecustomize.py",
 )  # fmt: skip

@@ -41,7 +41,7 @@ def test_links_lead_to_files_and_headings_that_are_there(document):
         assert not parts.fragment or parts.fragment in Document(target).anchors, link
 
 
-FOLDERS = r"\.ci|bench|docs|examples|expert_cache_shim|hip|tests|tools"
+FOLDERS = r"\.ci|bench|docker|docs|examples|expert_cache_shim|hip|tests|tools"
 PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./-]+")
 BUILT = {f"expert_cache_shim/lib/libexpertcache_{backend}.so" for backend in ("host", "cuda")}
 
