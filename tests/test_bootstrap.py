@@ -4,6 +4,9 @@
 imported.
 """
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,30 @@ def test_each_interpreter_flag_starts_the_shim_or_does_not(
     expected = {True: "registered\nvllm", False: "vllm"}
     assert installed_any.says(code, *flags) == expected[by_hook]
     assert bare_any.says(code, *flags, path=[shim]) == expected[by_path]
+
+
+def uv() -> str:
+    """uv, beside this Python or on PATH; skips the test where there is none."""
+    found = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
+    return found or pytest.skip("uv is not installed (pip install uv)")
+
+
+def uv_says(code: str, python: Interpreter, cache: Path, **environ: str) -> str:
+    """What `code` prints under `uv run`, in the environment of `python`."""
+    command = [uv(), "run", "--no-project", "--offline", "--python", python.executable]
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(cache), **environ}
+    done = subprocess.run(
+        [*command, "python", "-c", code], env=environ, cwd=cache, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_uv_run_starts_the_shim_both_ways(installed, bare, shim, vllm, tmp_path):
+    code = f"import sys; sys.path.append({str(vllm)!r}); import vllm"
+    assert uv_says(code, installed, tmp_path) == "registered\nvllm"
+    assert uv_says(code, bare, tmp_path) == "vllm"
+    assert uv_says(code, bare, tmp_path, PYTHONPATH=str(shim)) == "registered\nvllm"
 
 
 def test_a_venv_that_runs_the_pth_twice_gets_one_watch(installed_any, vllm):
