@@ -138,14 +138,13 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
     try:
         library = load_library(candidates[0].layer, settings)
         candidates = list(_offloaded(candidates, library, report))
-        device = next(iter(layer_tensors(layers[0][1]).values())).device
-        plan = budget.plan(candidates, settings, device)
-    except (native.LibraryError, native.KernelError, SettingsError) as error:
+        if candidates:
+            device = next(iter(layer_tensors(candidates[0].layer).values())).device
+            plan = budget.plan(candidates, settings, device)
+            _arm_candidates(candidates, plan, Allocator(library, device), settings, report)
+    except (native.LibraryError, SettingsError) as error:
         refusal = Refusal(str(error), "the model serves without the cache")
         report.refused += [(c.name, refusal) for c in candidates]
-        return
-    if candidates:
-        _arm_candidates(candidates, plan, Allocator(library, device), settings, report)
 
 
 @functools.cache
@@ -190,9 +189,12 @@ def _offloaded(
     for candidate in candidates:
         try:
             check_on_host(candidate, library)
-            yield candidate
         except Refusal as refusal:
             report.refused.append((candidate.name, refusal))
+        except Exception as error:
+            _refuse_unexpected(candidate.name, error, report)
+        else:
+            yield candidate
 
 
 def _arm_candidates(
