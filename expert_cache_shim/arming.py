@@ -288,7 +288,7 @@ def _describe(candidate: Candidate, storage: Storage, slots: int) -> dict[str, A
         "name": candidate.name,
         "experts": candidate.experts,
         "slots": slots,
-        "record_bytes": sum(entry.nbytes for entry in candidate.tensors),
+        "record_bytes": candidate.tensors.record_bytes,
         "tensors": len(candidate.tensors),
         "storage": storage.kind,
         "private_bytes": storage.private,

@@ -110,6 +110,11 @@ class ExpertTensors:
             entry.places.append(place)
         return entry
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one expert's records in all tensors."""
+        return sum(entry.nbytes for entry in self)
+
     def keys(self) -> set[tuple]:
         """Where every tensor lies and how; equal for two discoveries of an unchanged layer."""
         return set(self._by_storage)

@@ -243,7 +243,7 @@ class ArmedLayer:
         self.name = name
         self.cache = cache
         self.snapshot: SnapshotFile | None = None
-        self.record_bytes = sum(entry.nbytes for entry in tensors)
+        self.record_bytes = tensors.record_bytes
         self._layer = layer
         self._original = layer.quant_method.apply
         self._key = compiled.register(model, name, cache)

@@ -209,7 +209,7 @@ def check_on_host(candidate: Candidate, library: native.Library) -> None:
     if unreadable:
         raise Refusal(f"{unreadable[0]} lies in host memory that the GPU cannot read", _UVA)
     host = sum(e.nbytes for e in candidate.tensors if kinds[e.label] != native.DEVICE)
-    if 2 * host <= sum(e.nbytes for e in candidate.tensors):
+    if 2 * host <= candidate.tensors.record_bytes:
         raise Refusal("its weights are resident in device memory", f"to offload {OFFLOAD}")
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,19 +202,25 @@ class Allocator:
         memories = [Memory(self.library, self.index, private)]
         storage.private += private
         if total > private:
-            # Two tensors of one layer are read at the same time and must not share rows.
-            key = (private, total)
-            ordinals[key] = ordinals.get(key, -1) + 1
-            memories.append(self._share((*key, ordinals[key]), total - private, storage))
+            size = total - private
+            make = partial(Memory, self.library, self.index, size)
+            memories.append(self._share((private, total), ordinals, size, make, storage))
         flat = _Mapped(self.library, self.index, memories).tensor(self.device)
         return _view_like(flat, source.tensor)
 
-    def _share(self, key: tuple, size: int, storage: Storage) -> Memory:
-        memory = self._shared.get(key)
-        if memory is None:
-            memory = self._shared[key] = Memory(self.library, self.index, size)
+    def _share(
+        self, key: tuple, ordinals: dict[tuple, int], size: int, make: Callable[[], Any],
+        storage: Storage,
+    ) -> Any:  # fmt: skip
+        """What layers share under a key; made, and counted, for the first that needs it. Two
+        tensors of one layer are read at the same time and get one each: `ordinals` counts them."""
+        ordinals[key] = ordinals.get(key, -1) + 1
+        key = (*key, ordinals[key])
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = make()
             storage.shared += size
-        return memory
+        return shared
 
     def plain(self, tensors: ExpertTensors, slots: int, scratch: bool) -> Storage:
         """Tensors of `slots` rows, and where `scratch` is set the shared tensors of E rows."""
@@ -230,14 +238,9 @@ class Allocator:
         self, source: ExpertTensor, ordinals: dict[tuple, int], storage: Storage
     ) -> torch.Tensor:
         key = (tuple(source.tensor.shape), source.tensor.stride(), source.tensor.dtype)
-        ordinals[key] = ordinals.get(key, -1) + 1
-        key = (*key, ordinals[key])
-        rows = self._shared.get(key)
-        if rows is None:
-            experts = source.tensor.shape[0]
-            rows = self._shared[key] = _new_rows(source, experts, self.device)
-            storage.shared += experts * source.stride
-        return rows
+        experts = source.tensor.shape[0]
+        make = partial(_new_rows, source, experts, self.device)
+        return self._share(key, ordinals, experts * source.stride, make, storage)
 
 
 def _round_up(size: int, granularity: int) -> int:

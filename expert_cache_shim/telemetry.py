@@ -70,7 +70,7 @@ class SnapshotFile:
             {"pid": os.getpid(), "rank": rank, "model": model, "started": time.time(),
              "layers": layers}
         ).encode()  # fmt: skip
-        self._offset = -(-(16 + len(header)) // _PAGE) * _PAGE
+        self._offset = _counters_offset(len(header))
         self.size = self._offset + len(layers) * len(COUNTERS) * 8
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(f"{_SUFFIX}", f"{os.getpid()}-", folder)
@@ -95,6 +95,10 @@ class SnapshotFile:
         """The counters of one layer, int64 [8], as the memory of the file itself."""
         start = self._offset + index * len(COUNTERS) * 8
         return np.frombuffer(self._map, "<i8", len(COUNTERS), start)
+
+
+def _counters_offset(header_length: int) -> int:
+    return -(-(16 + header_length) // _PAGE) * _PAGE
 
 
 def default_folder() -> Path:
@@ -139,7 +143,7 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
     (length,) = struct.unpack_from("<Q", data, 8)
     if length > len(data):
         raise SnapshotError(f"{path}: damaged snapshot (header of {length} bytes)")
-    offset = -(-(16 + length) // _PAGE) * _PAGE
+    offset = _counters_offset(length)
     try:
         header = json.loads(data[16 : 16 + length])
         layers = header["layers"]
