@@ -63,27 +63,11 @@ def measure(arguments: argparse.Namespace, common: options.Options) -> dict:
         run["arms"].append(arm)
         parsed = arms.parse(name)
         for event in jobs.run(parsed, tasks(parsed, arguments), common, deadline):
-            take(run, arm, event)
+            report.take(arm, event, lambda *task: report.row(report.cell(run, *task)))
             if arguments.output:
                 arguments.output.write_text(json.dumps(run, indent=1) + "\n")
         longest_start = max(longest_start, arm.get("start", {}).get("seconds", 0.0))
     return run
-
-
-def take(run: dict, arm: dict, event: dict) -> None:
-    """Puts an event into the run and prints what it says."""
-    kind = event.pop("event")
-    if kind == "start":
-        arm["start"] = event
-        print(report.start_line(arm["name"], event), flush=True)
-    elif kind == "task":
-        arm["tasks"].append(event)
-        print(report.row(report.cell(run, arm, event)), flush=True)
-    elif kind == "skipped":
-        print(f"{arm['name']} {event['name']}: skipped, {event['reason']}", flush=True)
-    else:
-        arm["error"] = event
-        print(f"{arm['name']}: {event['text']}", *event["log"], sep="\n    ", flush=True)
 
 
 def main() -> None:

@@ -83,22 +83,9 @@ def main() -> None:
         run["arms"].append(arm)
         parsed = arms.parse(name)
         for event in jobs.run(parsed, tasks(parsed, arguments), common):
-            show(arm, event, arguments)
+            report.take(arm, event, lambda *task: line(*task, arguments))
             if arguments.output:
                 arguments.output.write_text(json.dumps(run, indent=1) + "\n")
-
-
-def show(arm: dict, event: dict, arguments: argparse.Namespace) -> None:
-    kind = event.pop("event")
-    if kind == "start":
-        arm["start"] = event
-        print(report.start_line(arm["name"], event), flush=True)
-    elif kind == "task":
-        arm["tasks"].append(event)
-        print(line(arm, event, arguments), flush=True)
-    else:
-        arm["error"] = event
-        print(f"{arm['name']}: {event['text']}", *event["log"], sep="\n    ", flush=True)
 
 
 if __name__ == "__main__":

@@ -178,6 +178,23 @@ def start_line(name: str, start: dict) -> str:
     return ", ".join(parts)
 
 
+def take(arm: dict, event: dict, describe: Callable[[dict, dict], str]) -> None:
+    """Puts an event of an arm's process into `arm` and prints what it says; `describe` says it
+    of an arm's task that is done."""
+    kind = event.pop("event")
+    if kind == "start":
+        arm["start"] = event
+        print(start_line(arm["name"], event), flush=True)
+    elif kind == "task":
+        arm["tasks"].append(event)
+        print(describe(arm, event), flush=True)
+    elif kind == "skipped":
+        print(f"{arm['name']} {event['name']}: skipped, {event['reason']}", flush=True)
+    else:
+        arm["error"] = event
+        print(f"{arm['name']}: {event['text']}", *event["log"], sep="\n    ", flush=True)
+
+
 def table(run: dict) -> str:
     return "\n".join([header(), *(row(c) for c in cells(run))])
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from . import budget, native, telemetry, versions, vllm_compat
-from .discovery import layer_tensors
 from .layer import ArmedLayer, ExpertCache
 from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
 from .settings import Settings, SettingsError
@@ -136,10 +135,10 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
     if not candidates:
         return
     try:
-        library = load_library(candidates[0].layer, settings)
+        device = candidates[0].device
+        library = load_library(device, settings)
         candidates = list(_offloaded(candidates, library, report))
         if candidates:
-            device = next(iter(layer_tensors(candidates[0].layer).values())).device
             plan = budget.plan(candidates, settings, device)
             _arm_candidates(candidates, plan, Allocator(library, device), settings, report)
     except (native.LibraryError, SettingsError) as error:
@@ -167,9 +166,8 @@ def _candidates(
             _refuse_unexpected(name, error, report)
 
 
-def load_library(layer: torch.nn.Module, settings: Settings) -> native.Library:
-    """The kernel library for the device that the layer's kernels run on. Raises LibraryError."""
-    device = next(iter(layer_tensors(layer).values())).device
+def load_library(device: torch.device, settings: Settings) -> native.Library:
+    """The kernel library for a device. Raises LibraryError."""
     if device.type != "cuda":
         return native.load("host", settings.lib)
     properties = torch.cuda.get_device_properties(device)

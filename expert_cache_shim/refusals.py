@@ -47,6 +47,11 @@ class Candidate:
     tensors: ExpertTensors
 
     @property
+    def device(self) -> torch.device:
+        """Where the layer's kernels run."""
+        return next(iter(layer_tensors(self.layer).values())).device
+
+    @property
     def slot_bytes(self) -> int:
         return sum(entry.stride for entry in self.tensors)
 
