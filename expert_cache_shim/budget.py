@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import vllm_compat
+from .layout import CONTEXT
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .arming import Candidate
 
 logger = logging.getLogger("vllm.expert_cache")
-
-# What the driver and libraries hold on a device beside torch's memory.
-CONTEXT = 600 * 2**20
 
 
 @dataclass(frozen=True)

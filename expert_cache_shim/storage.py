@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .discovery import ExpertTensor, ExpertTensors
+from .layout import ALIAS_FROM, aliased_bytes, is_aliased
 from .native import HOST_READABLE, Library
 from .native import Tensor as TableEntry
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from .telemetry import SnapshotFile
 
 logger = logging.getLogger("vllm.expert_cache")
-
-# Below this many bytes a record is not worth a page of its own: its tensor is not aliased.
-ALIAS_FROM = 64 * 1024
 
 
 class StorageError(RuntimeError):
@@ -184,7 +182,7 @@ class Allocator:
         storage = Storage("virtual", [])
         ordinals: dict[tuple, int] = {}
         for source in tensors:
-            if source.nbytes < min(ALIAS_FROM, granularity):
+            if not is_aliased(source.nbytes, granularity):
                 rows = _new_rows(source, tensors.experts, self.device)
                 storage.private += source.stride * tensors.experts
             else:
@@ -197,14 +195,12 @@ class Allocator:
         self, source: ExpertTensor, experts: int, slots: int, granularity: int,
         ordinals: dict[tuple, int], storage: Storage,
     ) -> torch.Tensor:  # fmt: skip
-        total = _round_up((experts - 1) * source.stride + source.nbytes, granularity)
-        private = min(total, _round_up(slots * source.stride, granularity))
+        private, size = aliased_bytes(experts, slots, source.stride, source.nbytes, granularity)
         memories = [Memory(self.library, self.index, private)]
         storage.private += private
-        if total > private:
-            size = total - private
+        if size:
             make = partial(Memory, self.library, self.index, size)
-            memories.append(self._share((private, total), ordinals, size, make, storage))
+            memories.append(self._share((private, size), ordinals, size, make, storage))
         flat = _Mapped(self.library, self.index, memories).tensor(self.device)
         return _view_like(flat, source.tensor)
 
@@ -241,10 +237,6 @@ class Allocator:
         experts = source.tensor.shape[0]
         make = partial(_new_rows, source, experts, self.device)
         return self._share(key, ordinals, experts * source.stride, make, storage)
-
-
-def _round_up(size: int, granularity: int) -> int:
-    return -(-size // granularity) * granularity
 
 
 def _view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

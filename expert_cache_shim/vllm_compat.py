@@ -277,12 +277,23 @@ def memory_at_work(hidden: int, inner: int, top_k: int) -> int:
         spec = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") else None
         kv_cache += spec.max_memory_usage_bytes(config) if spec is not None else 0
     scheduler = config.scheduler_config
+    return kv_cache + memory_of_steps(
+        scheduler.max_num_batched_tokens, scheduler.max_num_seqs,
+        config.model_config.get_vocab_size(), hidden, inner, top_k,
+    )  # fmt: skip
+
+
+def memory_of_steps(
+    tokens: int, sequences: int, vocabulary: int, hidden: int, inner: int, top_k: int
+) -> int:
+    """The part of `memory_at_work` that is not KV cache, in bytes: activations of a step of
+    `tokens`, logits of `sequences`, graphs."""
     # Three intermediate caches of the fused experts, two bytes an element.
-    activations = scheduler.max_num_batched_tokens * top_k * (3 * inner + hidden) * 2
+    activations = tokens * top_k * (3 * inner + hidden) * 2
     # Logits in float32, and their copy while sampling.
-    logits = scheduler.max_num_seqs * config.model_config.get_vocab_size() * 8
+    logits = sequences * vocabulary * 8
     graphs_and_context = 2**30
-    return kv_cache + activations + logits + graphs_and_context
+    return activations + logits + graphs_and_context
 
 
 def _current_config() -> Any:
