@@ -85,9 +85,7 @@ def _for_typer(typer: Any, command: Callable[..., int]) -> Callable[..., None]:
     described = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=default,
-            annotation=Annotated[
-                kind, typer.Option(option.flag, help=option.help, metavar=option.metavar)
-            ],
+            annotation=Annotated[kind, _typer_option(typer, option)],
         )
         for name, kind, default, option in parameters(command)
     ]  # fmt: skip
@@ -95,6 +93,12 @@ def _for_typer(typer: Any, command: Callable[..., int]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(described)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in described}
     return run
+
+
+def _typer_option(typer: Any, option: Option) -> Any:
+    if option.positional:
+        return typer.Argument(help=option.help, metavar=option.flag, show_default=False)
+    return typer.Option(option.flag, help=option.help, metavar=option.metavar)
 
 
 def _run_plain(words: list[str]) -> int:
@@ -107,13 +111,8 @@ def _run_plain(words: list[str]) -> int:
         text = inspect.getdoc(command)
         sub = choices.add_parser(command.__name__, help=text.split("\n")[0], description=text)
         sub.set_defaults(function=command)
-        for name, kind, default, option in parameters(command):
-            how: dict[str, Any] = {"metavar": option.metavar}
-            if kind is bool:
-                how = {"action": "store_true"}
-            elif get_origin(kind) is list:
-                how["action"], default = "append", list(default)
-            sub.add_argument(option.flag, dest=name, default=default, help=option.help, **how)
+        for parameter in parameters(command):
+            _add_plain(sub, parameter)
     if not words:
         parser.print_help()
         return 2
@@ -129,3 +128,27 @@ def _run_plain(words: list[str]) -> int:
         return int(end.code or 0)
     values.pop("command")
     return _call(values.pop("function"), values)
+
+
+def _add_plain(parser: Any, parameter: Parameter) -> None:
+    """The parameter for argparse, by the type that its values have."""
+    name, kind, default, option = parameter
+    listed = get_origin(kind) is list
+    if option.positional:
+        required = default is inspect.Parameter.empty
+        count = "*" if listed else None if required else "?"
+        how = {} if required else {"default": default}
+        parser.add_argument(name, metavar=option.flag, nargs=count, help=option.help, **how)
+    elif kind is bool:
+        parser.add_argument(option.flag, dest=name, action="store_true", help=option.help)
+    elif listed:
+        parser.add_argument(
+            option.flag, dest=name, action="append", default=list(default), help=option.help,
+            metavar=option.metavar,
+        )  # fmt: skip
+    else:
+        value = next((one for one in get_args(kind) or (kind,) if one in (int, float)), str)
+        parser.add_argument(
+            option.flag, dest=name, type=value, default=default, help=option.help,
+            metavar=option.metavar,
+        )  # fmt: skip

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Annotated
 
 import pytest
 from start_up import ROOT, make_venv
 
 from expert_cache_shim import __version__, cli
+from expert_cache_shim.commands import Option
 
 COMMANDS = [command.__name__ for command in cli.COMMANDS]
 
@@ -97,3 +99,36 @@ def test_the_shim_imports_no_part_of_the_command_line():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def show(
+    model: Annotated[str, Option("MODEL", "A word without a dash.")],
+    words: Annotated[list[str], Option("WORDS", "Any number of them.")] = (),
+    count: Annotated[int | None, Option("--count", "A whole number.")] = None,
+    share: Annotated[float, Option("--share", "A number.")] = 0.5,
+    loud: Annotated[bool, Option("--loud", "A flag.")] = False,
+) -> int:
+    """Prints what it was given."""
+    print(repr((model, list(words), count, share, loud)))
+    return 0
+
+
+@pytest.mark.parametrize(
+    "words, given",
+    [
+        (["m"], ("m", [], None, 0.5, False)),
+        (["--count", "3", "m", "--loud"], ("m", [], 3, 0.5, True)),
+        (["--share", "1", "m", "--", "x", "--count"], ("m", ["x", "--count"], None, 1.0, False)),
+    ],
+)
+def test_words_without_a_dash_and_numbers_reach_the_command(front, monkeypatch, words, given):
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, show))
+    done = front("show", *words)
+    assert (done.status, done.out, done.err) == (0, f"{given!r}\n", "")
+
+
+@pytest.mark.parametrize("words", [[], ["m", "--count", "few"], ["m", "--share", "half"]])
+def test_a_missing_word_or_a_wrong_number_is_status_2(front, monkeypatch, words):
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, show))
+    done = front("show", *words)
+    assert done.status == 2 and done.out == "" and done.err

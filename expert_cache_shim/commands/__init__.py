@@ -15,12 +15,17 @@ from dataclasses import dataclass
 class Option:
     """One option of a command, in the annotation of the parameter that takes its value.
 
-    A parameter is a bool (a flag), a str or None (one value), or a list of str (any number).
+    A parameter is a bool (a flag), a str, int or float, or None (one value), or a list of str (any
+    number). A `flag` that does not begin with a dash is the name of an argument without one.
     """
 
     flag: str
     help: str
     metavar: str | None = None
+
+    @property
+    def positional(self) -> bool:
+        return not self.flag.startswith("-")
 
 
 class CommandError(Exception):
