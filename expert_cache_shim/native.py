@@ -15,7 +15,7 @@ from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void
 from pathlib import Path
 from typing import BinaryIO
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 BACKENDS = ("hip", "cuda", "host")
 _ARCHITECTURES_VARIABLE = {"hip": "EXPERT_CACHE_ARCHS", "cuda": "CUDA_ARCHS"}  # of hip/build.sh
 
@@ -45,12 +45,15 @@ class Manage(ctypes.Structure):
         ("state", c_void_p),
         ("counters", c_void_p),
         ("counters_mirror", c_void_p),
+        ("expert_map", c_void_p),
+        ("expert_ids", c_void_p),
         ("id_type", c_int32),
         ("experts", c_int32),
         ("slots", c_int32),
         ("policy", c_int32),
         ("decay", c_uint32),
         ("mode", c_int32),
+        ("map_length", c_int32),
     ]
 
 

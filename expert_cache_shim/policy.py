@@ -60,6 +60,18 @@ def decay_parameter(
     return 0
 
 
+def ids_of_experts(expert_map: np.ndarray, experts: int) -> np.ndarray:
+    """The kernel's `expert_ids` for an `expert_map`: [experts] int32, the id that the map takes
+    to each expert. Raises ValueError unless every expert has exactly one."""
+    ids = np.flatnonzero((expert_map >= 0) & (expert_map < experts))
+    if not np.array_equal(np.sort(expert_map[ids]), np.arange(experts)):
+        raise ValueError(
+            f"an expert map takes {len(ids)} of {len(expert_map)} ids to {experts} experts; "
+            "it must take one to each"
+        )
+    return ids[np.argsort(expert_map[ids])].astype(np.int32)
+
+
 class Reference:
     """The state of one layer, and what `manage` does to it.
 
@@ -69,8 +81,11 @@ class Reference:
     """
 
     def __init__(
-        self, experts: int, slots: int, policy: str = "lrfu", decay: int | None = None
-    ) -> None:
+        self, experts: int, slots: int, policy: str = "lrfu", decay: int | None = None,
+        expert_map: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """expert_map: [ids] int32, the expert that each id names, or a number that is none.
+        Every expert has one id. Without it an id is the number of its expert."""
         if not 2 <= experts <= MAX_EXPERTS:
             raise ValueError(f"experts is {experts}; it must be from 2 to {MAX_EXPERTS}")
         if not 1 <= slots < experts:
@@ -79,6 +94,8 @@ class Reference:
         self.slots = slots
         self.policy = policy
         self.decay = decay_parameter(policy) if decay is None else decay
+        self.expert_map = np.arange(experts) if expert_map is None else np.asarray(expert_map)
+        self.expert_ids = ids_of_experts(self.expert_map, experts)
         self._update_scores = {
             "lrfu": self._score_lrfu,
             "lru": self._score_lru,
@@ -109,9 +126,12 @@ class Reference:
             return None
 
         ids = np.asarray(ids)
-        valid = (ids >= 0) & (ids < self.experts)
+        experts = np.full(ids.shape, -1)
+        known = (ids >= 0) & (ids < len(self.expert_map))
+        experts[known] = self.expert_map[ids[known]]
+        valid = (experts >= 0) & (experts < self.experts)
         routed = np.zeros(self.experts, bool)
-        routed[ids[valid]] = True
+        routed[experts[valid]] = True
         if not routed.any():
             self.counters["idle"] += 1
             return ids.copy()
@@ -141,7 +161,7 @@ class Reference:
         )
         row_ids = ids.copy()
         if mode == "rows":
-            row_ids[valid] = self.row_of[ids[valid]]
+            row_ids[valid] = self.expert_ids[self.row_of[experts[valid]]]
         return row_ids
 
     def _forget_overflow_rows(self) -> None:

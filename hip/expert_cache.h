@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever a struct, an enum or a function below changes. */
-#define EXPERT_CACHE_ABI_VERSION 1
+#define EXPERT_CACHE_ABI_VERSION 2
 
 #define EXPERT_CACHE_MAX_EXPERTS 1024
 #define EXPERT_CACHE_MAX_IDS 524288
@@ -56,7 +56,7 @@ enum ExpertCachePolicy {
 enum ExpertCacheIdType { EXPERT_CACHE_INT32 = 0, EXPERT_CACHE_INT64 = 1, EXPERT_CACHE_UINT32 = 2 };
 
 enum ExpertCacheMode {
-  EXPERT_CACHE_ROWS = 0,        /* ids become rows: slots, then overflow rows */
+  EXPERT_CACHE_ROWS = 0,        /* ids become (the ids of) rows: slots, then overflow rows */
   EXPERT_CACHE_SCRATCH = 1,     /* ids stay; every routed expert is copied to its own row of a scratch */
   EXPERT_CACHE_SKIP = 2         /* the layer-step reads through: count it, touch nothing else */
 };
@@ -75,7 +75,8 @@ enum ExpertCacheError {
   EXPERT_CACHE_BAD_GRID = -10,
   EXPERT_CACHE_BAD_SIZE = -11,     /* a byte count of zero, or too large */
   EXPERT_CACHE_NO_MEMORY = -12,
-  EXPERT_CACHE_UNSUPPORTED = -13   /* this build or driver has no virtual memory management */
+  EXPERT_CACHE_UNSUPPORTED = -13,  /* this build or driver has no virtual memory management */
+  EXPERT_CACHE_BAD_MAP = -14       /* an expert map that is shorter than the experts, or half of one */
 };
 
 typedef struct ExpertCacheManage {
@@ -88,6 +89,10 @@ typedef struct ExpertCacheManage {
   int32_t *state;            /* device, EXPERT_CACHE_STATE_WORDS(experts) words, 16-byte aligned */
   int64_t *counters;         /* device, EXPERT_CACHE_COUNTERS words */
   int64_t *counters_mirror;  /* null, or memory that is only ever stored to (mapped pinned host) */
+  const int32_t *expert_map; /* device, [map_length]: the expert that an id names, or -1; null: ids
+                                are experts */
+  const int32_t *expert_ids; /* device, [experts]: the id that the map takes to an expert; null
+                                where expert_map is */
   int32_t id_type;           /* ExpertCacheIdType */
   int32_t experts;           /* E, 2..EXPERT_CACHE_MAX_EXPERTS */
   int32_t slots;             /* S, 1..E-1 */
@@ -95,6 +100,7 @@ typedef struct ExpertCacheManage {
   uint32_t decay;            /* lrfu: multiplier in 1/65536, 1..65535; lfu: steps between halvings, >= 1;
                                 other policies: 0 */
   int32_t mode;              /* ExpertCacheMode */
+  int32_t map_length;        /* ids that the map knows, at least `experts`; 0 without a map */
 } ExpertCacheManage;
 
 /* One per-expert tensor, in a device-readable table. Expert e's record lies at

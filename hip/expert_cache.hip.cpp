@@ -39,6 +39,14 @@ int check_ids(const ExpertCacheManage &args) {
   return EXPERT_CACHE_OK;
 }
 
+int check_map(const ExpertCacheManage &args) {
+  if (!args.expert_map)
+    return args.expert_ids || args.map_length ? EXPERT_CACHE_BAD_MAP : EXPERT_CACHE_OK;
+  if (!is_aligned(args.expert_map, 4) || !is_aligned(args.expert_ids, 4))
+    return EXPERT_CACHE_BAD_POINTER;
+  return args.map_length >= args.experts ? EXPERT_CACHE_OK : EXPERT_CACHE_BAD_MAP;
+}
+
 int check_policy(int32_t policy, uint32_t decay) {
   switch (policy) {
     case EXPERT_CACHE_LRFU:
@@ -64,6 +72,7 @@ int check(const ExpertCacheManage *args) {
   if (!is_aligned(args->state, 16) || !is_aligned(args->counters, 8) ||
       (args->counters_mirror && !is_aligned(args->counters_mirror, 8)))
     return EXPERT_CACHE_BAD_POINTER;
+  if (const int error = check_map(*args)) return error;
   // A step that reads through may be wider than any the kernel could serve.
   return args->mode == EXPERT_CACHE_SKIP ? EXPERT_CACHE_OK : check_ids(*args);
 }
@@ -150,6 +159,9 @@ const char *own_error_string(int code) {
       return "out of memory or address space";
     case EXPERT_CACHE_UNSUPPORTED:
       return "not supported by this build of the kernel library or by the GPU driver";
+    case EXPERT_CACHE_BAD_MAP:
+      return "expert_map, expert_ids and map_length go together, and the map must be at least as "
+             "long as the number of experts";
   }
   return "unknown error code of the kernel library";
 }

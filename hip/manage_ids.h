@@ -18,11 +18,6 @@ __device__ __forceinline__ bool is_wide(const ExpertCacheManage &job) {
   return job.id_type == EXPERT_CACHE_INT64;
 }
 
-// Valid as a number of its own type; an int32 below zero is too large as a uint32.
-__device__ __forceinline__ bool is_valid(const ExpertCacheManage &job, Id id) {
-  return id.low < (uint32_t)job.experts && (id.high == 0 || has_fault(kTruncatedIds));
-}
-
 __device__ __forceinline__ Id load_id(const ExpertCacheManage &job, uint32_t i) {
   const uint32_t columns = (uint32_t)job.id_columns;
   const int64_t at = job.id_rows == 1
@@ -44,14 +39,33 @@ __device__ __forceinline__ void load_ids(const ExpertCacheManage &job, uint32_t 
   }
 }
 
+// The expert that each id names, or a number of E or more: the id is not valid. Ids are compared
+// as numbers of their own type; an int32 below zero is too large as a uint32. The entries of an
+// expert map are asked for together.
+__device__ __forceinline__ void find_experts(const ExpertCacheManage &job,
+                                             const Id (&ids)[kIdsAtOnce],
+                                             uint32_t (&experts)[kIdsAtOnce]) {
+  EXPERT_CACHE_UNROLL
+  for (int i = 0; i < kIdsAtOnce; i++)
+    experts[i] = ids[i].high == 0 || has_fault(kTruncatedIds) ? ids[i].low : ~0u;
+  if (!job.expert_map) return;
+  EXPERT_CACHE_UNROLL
+  for (int i = 0; i < kIdsAtOnce; i++) {
+    const bool known = experts[i] < (uint32_t)job.map_length;
+    experts[i] = known ? (uint32_t)job.expert_map[experts[i]] : ~0u;
+  }
+}
+
 // Step 2. Returns how many are valid.
 __device__ __forceinline__ int mark_routed(const ExpertCacheManage &job,
                                            const Id (&ids)[kIdsAtOnce], Flags &routed) {
+  uint32_t experts[kIdsAtOnce];
+  find_experts(job, ids, experts);
   int valid = 0;
   EXPERT_CACHE_UNROLL
   for (int i = 0; i < kIdsAtOnce; i++) {
-    if (!is_valid(job, ids[i])) continue;
-    store_flag(&routed[ids[i].low]);
+    if (experts[i] >= (uint32_t)job.experts) continue;
+    store_flag(&routed[experts[i]]);
     valid++;
   }
   return valid;
@@ -61,12 +75,17 @@ __device__ __forceinline__ int mark_routed(const ExpertCacheManage &job,
 __device__ __forceinline__ void store_row_ids(const ExpertCacheManage &job, uint32_t first,
                                               uint32_t total, const Id (&ids)[kIdsAtOnce],
                                               const int32_t *row) {
+  uint32_t experts[kIdsAtOnce];
+  find_experts(job, ids, experts);
   EXPERT_CACHE_UNROLL
   for (int i = 0; i < kIdsAtOnce; i++) {
     const uint32_t at = first + i * blockDim.x;
     if (at >= total) return;
     Id id = ids[i];
-    if (job.mode == EXPERT_CACHE_ROWS && is_valid(job, id)) id = {(uint32_t)row[id.low], 0};
+    if (job.mode == EXPERT_CACHE_ROWS && experts[i] < (uint32_t)job.experts) {
+      id = {(uint32_t)row[experts[i]], 0};
+      if (job.expert_map && !has_fault(kRowAsId)) id.low = (uint32_t)job.expert_ids[id.low];
+    }
     uint32_t *word = static_cast<uint32_t *>(job.row_ids) + (is_wide(job) ? 2 * at : at);
     word[0] = id.low;
     if (is_wide(job)) word[1] = id.high;

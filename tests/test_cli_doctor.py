@@ -17,6 +17,8 @@ from documents import Document
 from start_up import ROOT
 from test_native import compile_c, declared_functions, stand_in
 
+from expert_cache_shim.native import ABI_VERSION
+
 GPU = """
 class version: hip = None
 class cuda:
@@ -266,7 +268,7 @@ def test_the_library_for_amd_loads_in_an_image_with_rocm_and_no_gpu(image, tmp_p
     library = image.package / "lib" / "libexpertcache_hip.so"
     assert (kernels["status"], kernels["found"]) == (
         "ok",
-        f"{library}: hip, ABI version 1, gfx90a gfx942 gfx1201, checksum matches",
+        f"{library}: hip, ABI version {ABI_VERSION}, gfx90a gfx942 gfx1201, checksum matches",
     )
 
 
@@ -317,7 +319,7 @@ def wrong(folder: Path, kind: str) -> str:
 @pytest.mark.parametrize("kind, said, remedy", [
     ("missing", "No such file or directory", "build`"),
     ("architecture", "has no code for this GPU, sm_80; it was built for x", "build --arch sm_80`"),
-    ("abi", "has ABI version 7, but this package needs 1", "build`"),
+    ("abi", f"has ABI version 7, but this package needs {ABI_VERSION}", "build`"),
     ("backend", "is a host library, but this device needs a cuda one", "build`"),
     ("deadly", "the process ended in it: killed by SIGABRT", "build`"),
 ])  # fmt: skip

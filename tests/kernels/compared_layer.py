@@ -30,10 +30,11 @@ class ComparedLayer:
 
     def __init__(
         self, library: Library, experts: int, slots: int, policy: str,
-        decay: int | None = None, mirror: bool = True,
+        decay: int | None = None, mirror: bool = True, expert_map: np.ndarray | None = None,
     ) -> None:  # fmt: skip
+        """expert_map: [ids] int32, as `policy.Reference` takes it."""
         self.library = library
-        self.reference = Reference(experts, slots, policy, decay)
+        self.reference = Reference(experts, slots, policy, decay, expert_map)
         self.state = Guarded(state_words(experts), np.int32)
         self.counters = Guarded(len(COUNTERS), np.int64)
         self.mirror = Guarded(len(COUNTERS), np.int64) if mirror else None
@@ -46,6 +47,11 @@ class ComparedLayer:
             policy=CODES[policy],
             decay=self.reference.decay,
         )
+        if expert_map is not None:
+            self.expert_map = np.array(expert_map, np.int32)
+            self.args.expert_map = self.expert_map.ctypes.data
+            self.args.expert_ids = self.reference.expert_ids.ctypes.data
+            self.args.map_length = len(expert_map)
         self.put_state()
 
     def put_state(self) -> None:

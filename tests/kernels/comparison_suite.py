@@ -35,6 +35,14 @@ def compare_manage(library: Library, policy: str) -> None:
         layer.step(dirty)
 
 
+def compare_mapped(library: Library, policy: str) -> None:
+    generator = np.random.default_rng(9)
+    for placement in routing.PLACEMENTS.values():
+        layer = ComparedLayer(library, 16, 5, policy, expert_map=placement(generator, 16))
+        for ids in islice(routing.independent(generator, len(layer.reference.expert_map)), 10):
+            layer.step(ids, generator.choice(["rows", "scratch"]))
+
+
 def compare_gather(library: Library) -> None:
     generator = np.random.default_rng(9)
     shapes = [Shape(4096, 4096), Shape(4100, 4112), Shape(17, 17, 1), Shape(38, 40, 4)]
@@ -53,6 +61,7 @@ def main(path: str) -> int:
             library.shuffle(seed)
             for policy in CODES:
                 compare_manage(library, policy)
+                compare_mapped(library, policy)
             compare_gather(library)
     except Difference as difference:
         print(difference)

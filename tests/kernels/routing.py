@@ -1,6 +1,7 @@
-"""Routing that differs in what a replacement policy can learn from it.
+"""Routing that differs in what a replacement policy can learn from it, and expert maps.
 
 Each kind is a generator of int64 `[tokens, top_k]` arrays: expert ids of one layer-step each.
+Each placement gives an expert map: int32 `[ids]`, the expert of one rank that each id names.
 """
 
 from collections.abc import Iterator
@@ -68,3 +69,28 @@ KINDS = {
     "prompt_changing": prompt_changing,
     "independent": independent,
 }
+
+
+def linear(generator: np.random.Generator, experts: int) -> np.ndarray:
+    """One rank of three, each with a run of ids; the last has one expert fewer."""
+    first = experts * int(generator.integers(0, 2))
+    placement = np.full(3 * experts - 1, -1, np.int32)
+    placement[first : first + experts] = np.arange(experts)
+    return placement
+
+
+def round_robin(generator: np.random.Generator, experts: int) -> np.ndarray:
+    """One rank of two that take the ids in turn."""
+    placement = np.full(2 * experts, -1, np.int32)
+    placement[generator.integers(0, 2) :: 2] = np.arange(experts)
+    return placement
+
+
+def scattered(generator: np.random.Generator, experts: int) -> np.ndarray:
+    """The rank's experts in any order among ids of others, for which any number that is no
+    expert stands."""
+    strangers = generator.choice([-1, -(2**31), experts, 2**31 - 1], 2 * experts + 1)
+    return generator.permutation(np.append(strangers, np.arange(experts))).astype(np.int32)
+
+
+PLACEMENTS = {"linear": linear, "round_robin": round_robin, "scattered": scattered}

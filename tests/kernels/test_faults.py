@@ -23,6 +23,7 @@ FAULTS = {
     6: "admission ignores the score",
     7: "int64 ids read as int32",
     8: "from_slot ignored",
+    9: "row stored as the id",
 }
 
 
