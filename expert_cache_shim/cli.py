@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from . import __version__
-from .commands import CommandError, Option, invocation
+from .commands import CommandError, Option
 from .commands.build import build
 from .commands.doctor import doctor
 from .commands.start_up import disable, enable
+from .installation import invocation
 
 COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor)
 ABOUT = "Looks after the expert cache of vLLM: its kernels, its start with Python, its state."

@@ -15,9 +15,10 @@ from ctypes import c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void
 from pathlib import Path
 from typing import BinaryIO
 
+from .installation import build_command
+
 ABI_VERSION = 2
 BACKENDS = ("hip", "cuda", "host")
-_ARCHITECTURES_VARIABLE = {"hip": "EXPERT_CACHE_ARCHS", "cuda": "CUDA_ARCHS"}  # of hip/build.sh
 
 STATE_HEADER = 8  # int32 words before row_of[E], expert_at[E], score[E], last[E], copies[E][4]
 
@@ -202,8 +203,7 @@ class Library:
         device = found.split(":")[0]
         raise LibraryError(
             f"{self.path}: has no code for this GPU, {device}; it was built for "
-            f"{' '.join(self.architectures)}; run "
-            f"`{_ARCHITECTURES_VARIABLE[self.backend]}={device} make {self.backend}`"
+            f"{' '.join(self.architectures)}; run `{build_command(self.backend, device)}`"
         )
 
     def _call(self, function: str, *args: object) -> None:
@@ -218,7 +218,7 @@ class Library:
 def load(backend: str, path: str | os.PathLike[str] | None = None) -> Library:
     """Load the library of a backend ("hip", "cuda" or "host") and check that it fits.
 
-    Without `path` it is the one that `make` leaves beside this file. Raises LibraryError.
+    Without `path` it is the one in the package's folder `lib`. Raises LibraryError.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
@@ -241,7 +241,7 @@ def load(backend: str, path: str | os.PathLike[str] | None = None) -> Library:
 
 
 def _rebuild(backend: str) -> str:
-    return f"run `make {backend}`, or set EXPERT_CACHE_LIB to a library that fits"
+    return f"run `{build_command(backend)}`, or set EXPERT_CACHE_LIB to a library that fits"
 
 
 def check_file(file: Path, backend: str) -> None:

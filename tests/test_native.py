@@ -15,7 +15,7 @@ from expert_cache_shim.native import Gather, LibraryError, Manage, Tensor, load
 
 ROOT = Path(__file__).parent.parent
 HEADER = ROOT / "hip" / "expert_cache.h"
-REMEDY = "run `make host`, or set EXPERT_CACHE_LIB to a library that fits"
+REMEDY = f"run `make -C {ROOT} host`, or set EXPERT_CACHE_LIB to a library that fits"
 
 
 def compile_c(output, source, *flags):
@@ -101,7 +101,7 @@ def test_a_backend_that_is_none():
 def test_a_missing_file(tmp_path):
     file = tmp_path / "absent.so"
     assert refusal("host", file) == f"{file}: No such file or directory; {REMEDY}"
-    assert "run `make cuda`" in refusal("cuda", file)
+    assert f"run `make -C {ROOT} cuda`" in refusal("cuda", file)
 
 
 def test_a_folder(tmp_path):
@@ -267,7 +267,7 @@ def test_code_for_another_device_is_refused_with_the_command_that_builds_it(
         host_library.check_architecture("gfx1100:xnack-")
     assert str(error.value) == (
         f"{host_library.path}: has no code for this GPU, gfx1100; it was built for gfx90a gfx942; "
-        "run `EXPERT_CACHE_ARCHS=gfx1100 make hip`"
+        f"run `EXPERT_CACHE_ARCHS=gfx1100 make -C {ROOT} hip`"
     )
 
 

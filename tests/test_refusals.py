@@ -14,6 +14,7 @@ from synthetic import MODEL_CONFIG, Model, RoutedExperts, configs, kernels, load
 from synthetic.checks import assert_untouched, model_of, parts
 
 from expert_cache_shim import arming, native
+from expert_cache_shim.installation import build_command
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -266,7 +267,7 @@ def test_a_library_that_is_missing(settings, monkeypatch, tmp_path):
     report = arming.arm_model(model, MODEL_CONFIG)
     ((reason, remedy),) = {(r.reason, r.remedy) for _, r in report.refused}
     assert reason.startswith(f"{tmp_path}/none.so: No such file")
-    assert "make host" in reason
+    assert f"run `{build_command('host')}`" in reason
     assert remedy == "the model serves without the cache"
     assert_untouched(model, before)
 

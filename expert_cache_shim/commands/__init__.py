@@ -5,9 +5,6 @@ These modules need the standard library only: an image is looked after before it
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 from dataclasses import dataclass
 
 
@@ -30,10 +27,3 @@ class Option:
 
 class CommandError(Exception):
     """The command cannot do what it was asked to. One line: what is in the way, the remedy."""
-
-
-def invocation(*words: str) -> str:
-    """The command as this user can type it: an image without pip has no script of that name."""
-    script = shutil.which("expert-cache")
-    python = os.path.basename(sys.executable) or "python"
-    return " ".join(["expert-cache" if script else f"{python} -m expert_cache_shim", *words])

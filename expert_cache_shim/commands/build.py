@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Annotated
 
 from .. import native
+from ..installation import ARCHITECTURES, PACKAGE
 from . import CommandError, Option
-from .library_file import PACKAGE, check_file, default_file, write_checksum
+from .library_file import check_file, default_file, write_checksum
 from .machine import amd_architectures, nvidia_architectures, torch_backend
 from .probe import probe
 
 BACKEND_OF = {"clang": "hip", "hipcc": "hip", "nvcc": "cuda"}
-# The variables of build.sh; one that is set already is the user's choice.
-ARCHITECTURES = {"hip": "EXPERT_CACHE_ARCHS", "cuda": "CUDA_ARCHS"}
 
 
 def build(
@@ -156,7 +155,7 @@ def _environment(backend: str, archs: list[str]) -> tuple[dict[str, str], str]:
     variable = ARCHITECTURES[backend]
     if archs:
         environ[variable] = " ".join(archs)
-    elif not environ.get(variable):
+    elif not environ.get(variable):  # one that is set already is the user's choice
         environ[variable] = " ".join(_found_here(backend))
     return environ, environ[variable] or f"the usual {backend} architectures, as no GPU is here"
 

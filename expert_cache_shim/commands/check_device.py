@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from .. import native
-from . import invocation
+from ..installation import build_command
 from .check import Check, size
 from .library_file import check_file, default_file, has_checksum
 
@@ -47,7 +47,7 @@ def check_kernels(backend: str, file: Path, found: dict) -> Check:
     if backend == "host" and not file.exists() and not _cpu_allowed():
         return Check("kernels", "ok", "none needed: this PyTorch has no GPU to serve")
     unfit = found.get("unfit", "")
-    build = _build_command(backend, unfit)
+    build = _build(backend, unfit)
     try:
         archs = check_file(file, backend)
     except native.LibraryError as error:
@@ -75,7 +75,7 @@ def check_other_kernels(needed: Path) -> list[Check]:
         try:
             archs = check_file(file, backend)
         except native.LibraryError as error:
-            text, build = _without_remedy(error), _build_command(backend)
+            text, build = _without_remedy(error), _build(backend)
             checks.append(Check("kernels", "fail", text, build))
             continue
         facts = [f"{file.name}: whole", archs, "checksum matches" if has_checksum(file) else ""]
@@ -115,17 +115,14 @@ def _cpu_allowed() -> bool:
     return os.environ.get("EXPERT_CACHE_ALLOW_CPU", "").strip() == "1"
 
 
-def _build_command(backend: str, unfit: str = "") -> str:
-    command = invocation("build")
-    if backend == "host":
-        command += " --arch host"
-    elif unfit:
-        command += f" --arch {unfit.split('for this GPU, ')[1].split(';')[0]}"
+def _build(backend: str, unfit: str = "") -> str:
+    architecture = unfit.split("for this GPU, ")[1].split(";")[0] if unfit else ""
     elsewhere = os.environ.get("EXPERT_CACHE_LIB", "").strip()
-    return f"run `{command}`" + (" and unset EXPERT_CACHE_LIB" if elsewhere else "")
+    unset = " and unset EXPERT_CACHE_LIB" if elsewhere else ""
+    return f"run `{build_command(backend, architecture)}`{unset}"
 
 
 def _without_remedy(error: object) -> str:
-    """A LibraryError ends with the remedy of a clone; a wheel has no Makefile."""
+    """What a LibraryError found; `doctor` puts the remedy below it."""
     found, _, remedy = str(error).rpartition("; ")
     return found if found and remedy.startswith(("run ", "build ", "copy ")) else str(error)

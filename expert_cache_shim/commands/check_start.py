@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .. import versions
-from . import invocation
+from ..installation import PACKAGE, invocation
 from .check import Check
 from .machine import find_package
-from .start_up import FILE, PACKAGE
+from .start_up import FILE
 
 _BOOTSTRAP = "expert_cache_shim.bootstrap"
 

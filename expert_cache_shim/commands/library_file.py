@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from .. import native
-
-PACKAGE = Path(native.__file__).resolve().parent
+from ..installation import PACKAGE
 
 
 def default_file(backend: str) -> Path:

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+from ..installation import PACKAGE
 from . import CommandError, Option
 
-PACKAGE = Path(__file__).resolve().parents[1]
 FILE = "expert_cache_shim.pth"
 SITE_NAMES = ("site-packages", "dist-packages")
 MARK = "# Written by `expert-cache enable`; `expert-cache disable` removes it."
