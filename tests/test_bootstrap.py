@@ -4,13 +4,11 @@
 imported.
 """
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import wrapt
+from bootstrap_matrix import VERSIONS
 from start_up import (
     CURRENT,
     Interpreter,
@@ -21,7 +19,6 @@ from start_up import (
     put_vllm,
 )
 
-VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 WATCHES = "[type(finder).__name__ for finder in sys.meta_path].count('VllmWatch')"
 
 
@@ -61,56 +58,7 @@ def vllm(tmp_path_factory) -> Path:
     return put_vllm(tmp_path_factory.mktemp("vllm"))
 
 
-# --- which ways of starting Python it works in ---
-
-# flag: does the shim start from a .pth in site-packages, does it from PYTHONPATH
-MATRIX = {
-    "": (True, True),
-    "-s": (True, True),
-    "-P": (True, True),
-    "-B": (True, True),
-    "-E": (True, False),
-    "-I": (True, False),
-    "-S": (False, False),
-}
-
-
-@pytest.mark.parametrize("flag", MATRIX)
-def test_each_interpreter_flag_starts_the_shim_or_does_not(
-    flag, any_version, installed_any, bare_any, shim, vllm
-):
-    if flag == "-P" and any_version == "3.10":
-        pytest.skip("-P is new in Python 3.11")
-    flags = [flag] if flag else []
-    by_hook, by_path = MATRIX[flag]
-    code = f"import sys; sys.path.append({str(vllm)!r}); import vllm"
-    expected = {True: "registered\nvllm", False: "vllm"}
-    assert installed_any.says(code, *flags) == expected[by_hook]
-    assert bare_any.says(code, *flags, path=[shim]) == expected[by_path]
-
-
-def uv() -> str:
-    """uv, beside this Python or on PATH; skips the test where there is none."""
-    found = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv")
-    return found or pytest.skip("uv is not installed (pip install uv)")
-
-
-def uv_says(code: str, python: Interpreter, cache: Path, **environ: str) -> str:
-    """What `code` prints under `uv run`, in the environment of `python`."""
-    command = [uv(), "run", "--no-project", "--offline", "--python", python.executable]
-    environ = {"PATH": "/usr/bin:/bin", "HOME": str(cache), **environ}
-    done = subprocess.run(
-        [*command, "python", "-c", code], env=environ, cwd=cache, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_uv_run_starts_the_shim_both_ways(installed, bare, shim, vllm, tmp_path):
-    code = f"import sys; sys.path.append({str(vllm)!r}); import vllm"
-    assert uv_says(code, installed, tmp_path) == "registered\nvllm"
-    assert uv_says(code, bare, tmp_path) == "vllm"
-    assert uv_says(code, bare, tmp_path, PYTHONPATH=str(shim)) == "registered\nvllm"
+# --- how often it starts; bootstrap_matrix.py has the ways in which it does ---
 
 
 def test_a_venv_that_runs_the_pth_twice_gets_one_watch(installed_any, vllm):
@@ -128,13 +76,6 @@ def test_the_second_run_of_the_pth_does_nothing(installed):
         "def install(): print('install')"
     )
     assert installed.says("") == "install"
-
-
-def test_a_venv_that_sees_system_packages_takes_the_pth_of_its_own(tmp_path, vllm):
-    python = make_venv(CURRENT, tmp_path, "--without-pip", "--system-site-packages")
-    put_shim_in_site_packages(python)
-    assert python.says(f"import sys; print({WATCHES})") == "1"
-    assert python.says("import vllm", path=[vllm]) == "registered\nvllm"
 
 
 def test_installed_and_on_pythonpath_at_once_is_one_watch(installed, shim, vllm):
@@ -262,7 +203,7 @@ import vllm.model_executor.model_loader.utils
     ]
 
 
-# --- reload, threads, processes ---
+# --- reload, threads ---
 
 
 def test_a_reloaded_bootstrap_remembers_that_it_is_installed(bare, shim, vllm):
@@ -301,41 +242,6 @@ import vllm
 print(watch.find_spec("vllm"))
 """
     assert bare.says(code, path=[shim, vllm]) == "registered\nvllm\nNone"
-
-
-def test_a_forked_child_has_its_own_watch(bare, shim, vllm):
-    code = """
-import os, sys
-if os.fork() == 0:
-    import vllm
-    sys.stdout.flush()
-    os._exit(0)
-os.wait()
-print("parent", "vllm" in sys.modules, flush=True)
-import vllm
-"""
-    expected = "registered\nvllm\nparent False\nregistered\nvllm"
-    assert bare.says(code, path=[shim, vllm]) == expected
-
-
-@pytest.mark.parametrize("flags", [[], ["-I"]], ids=["plain", "isolated"])
-def test_a_spawned_child_starts_the_shim_itself(flags, installed, vllm, tmp_path):
-    script = tmp_path / "main.py"
-    script.write_text(
-        f"""
-import multiprocessing, sys
-sys.path.append({str(vllm)!r})
-def child():
-    import vllm
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=child)
-    process.start()
-    process.join()
-    print(process.exitcode, "vllm" in sys.modules)
-"""
-    )
-    outcome = installed.run(*flags, str(script))
-    assert (outcome.err, outcome.out) == ("", "registered\nvllm\n0 False\n")
 
 
 # --- off ---

@@ -13,7 +13,6 @@ import pytest
 from documents import ROOT, Document, documents, text_files
 from message_shapes import ANY, all_modules, fits, module
 from settings_table import COLUMNS, table
-from test_bootstrap import MATRIX
 
 from expert_cache_shim import policy
 from expert_cache_shim.settings import VARIABLES
@@ -90,17 +89,6 @@ def test_the_table_of_settings_is_that_of_the_source(name):
     assert f"<!-- settings -->\n{table(COLUMNS[name])}\n" in page(name).text, (
         "run `python -m tests.settings_table`"
     )
-
-
-def test_the_table_of_flags_is_that_of_the_test_that_runs_them():
-    says = {True: "yes", False: "no"}
-    expected = [
-        [f"`{flag}`" if flag else "none", says[by_pth], says[by_path]]
-        for flag, (by_pth, by_path) in MATRIX.items()
-    ]
-    rows = page("docs/install.md").rows
-    start = rows.index(expected[0])
-    assert rows[start : start + len(expected)] == expected
 
 
 def test_limits_are_those_of_the_kernels():

@@ -3,89 +3,42 @@
 import hashlib
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from email.parser import Parser
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from start_up import CURRENT, HOOK, ROOT, Interpreter, make_venv, put_vllm
+from file_list import file_list, files_only
+from packages import build_wheel, call_backend, can_build_wheels, copy_project, pip
+from start_up import CURRENT, HOOK, Interpreter, make_venv, put_vllm
 
 from expert_cache_shim import __version__
 
 DIST_INFO = f"expert_cache_shim-{__version__}.dist-info"
 WATCHES = "[type(finder).__name__ for finder in sys.meta_path].count('VllmWatch')"
-NOT_OURS = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
-
-
-def can_build_wheels() -> bool:
-    try:
-        major, minor = metadata.version("setuptools").split(".")[:2]
-    except metadata.PackageNotFoundError:
-        return False
-    return (int(major), int(minor)) >= (70, 1) or find_spec("wheel") is not None
-
 
 pytestmark = pytest.mark.skipif(
-    not can_build_wheels() or find_spec("pip") is None,
-    reason="needs pip, and setuptools 70.1 or an older one with wheel",
+    not can_build_wheels(), reason="needs pip, and setuptools 70.1 or an older one with wheel"
 )
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """The project as a user has it after building the kernels for this machine."""
-    folder = tmp_path_factory.mktemp("source") / "project"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_OURS))
-    for backend in ("host", "cuda"):
-        (folder / "expert_cache_shim" / "lib" / f"libexpertcache_{backend}.so").write_text("local")
-    return folder
-
-
-def build(source: Path, what: str, out: Path, settings: dict | None = None) -> Path:
-    """Calls a hook of the build backend, as pip does without build isolation."""
-    code = (
-        "import sys, setuptools.build_meta as backend; "
-        f"print(backend.build_{what}({str(out)!r}, {settings!r}))"
-    )
-    out.mkdir(exist_ok=True)
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out / done.stdout.splitlines()[-1]
+    return copy_project(tmp_path_factory.mktemp("source") / "project")
 
 
 @pytest.fixture(scope="module")
 def wheel(source, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    command += ["--no-index", "--disable-pip-version-check", "--wheel-dir", out, source]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = out.iterdir()
-    return built
-
-
-def pip(python: Interpreter, *arguments) -> None:
-    command = [sys.executable, "-m", "pip", "--python", python.executable]
-    command += ["--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture
 def python(tmp_path) -> Interpreter:
-    return make_venv(CURRENT, tmp_path / "venv", "--without-pip")
+    python = make_venv(CURRENT, tmp_path / "venv", "--without-pip")
+    # Of another package: pip removes a site-packages that it leaves empty.
+    (python.site_packages / "other.py").write_text("")
+    return python
 
 
 # --- the wheel ---
@@ -136,7 +89,7 @@ def test_the_pth_is_one_line_of_plain_ascii():
 
 def test_a_wheel_installs_starts_and_leaves_nothing_behind(wheel, python, tmp_path):
     home = python.executable.parent.parent
-    before = files(home)
+    before = file_list(home)
     pip(python, "install", "--no-deps", "--no-index", wheel)
     said = python.says(f"import sys, expert_cache_shim as s; print({WATCHES}, s.__file__)")
     assert said == f"1 {python.site_packages}/expert_cache_shim/__init__.py"
@@ -146,15 +99,19 @@ def test_a_wheel_installs_starts_and_leaves_nothing_behind(wheel, python, tmp_pa
     assert (outcome.status, outcome.out) == (0, "vllm\n") and "wrapt is missing" in outcome.err
 
     pip(python, "uninstall", "--yes", "expert-cache-shim")
-    assert files(home) == before
+    assert file_list(home) == before
     assert python.says(f"import sys; print({WATCHES})") == "0"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_an_installed_wheel_builds_kernels_that_pip_removes_with_the_rest(wheel, python):
     home = python.executable.parent.parent
-    before = files(home)
+    before = file_list(home)
     pip(python, "install", "--no-deps", "--no-index", wheel)
+    load = "from expert_cache_shim import native; native.load('host')"
+    remedy = "run `python -m expert_cache_shim build --arch host`"
+    assert remedy in python.run("-c", load).err.splitlines()[-1]
+
     script = python.executable.parent / "expert-cache"
     done = subprocess.run(
         [script, "build", "--arch", "host"], capture_output=True, text=True, cwd=home
@@ -164,7 +121,7 @@ def test_an_installed_wheel_builds_kernels_that_pip_removes_with_the_rest(wheel,
     assert done.stdout.splitlines()[1].startswith(f"built {library}: loads, ABI version ")
     assert library.is_file()
     pip(python, "uninstall", "--yes", "expert-cache-shim")
-    assert files(home) == before
+    assert file_list(home) == before
 
 
 def test_the_pth_of_an_installed_wheel_is_left_to_pip(wheel, python):
@@ -191,30 +148,30 @@ def test_an_editable_install_starts_and_leaves_nothing_behind(mode, source, pyth
     project = tmp_path / "project"
     shutil.copytree(source, project)
     settings = {"editable_mode": mode}
-    wheel = build(project, "editable", tmp_path / "out", settings)
+    wheel = call_backend(project, "editable", tmp_path / "out", settings)
     with zipfile.ZipFile(wheel) as archive:
         assert archive.namelist().count("expert_cache_shim.pth") == 1
         assert archive.read("expert_cache_shim.pth") == HOOK.read_bytes()
 
     home = python.executable.parent.parent
-    before = files(home)
+    before = file_list(home)
     pip(python, "install", "--no-deps", "--no-index", wheel)
     (project / "expert_cache_shim" / "hooks.py").write_text("def register(): print('edited')")
     code = f"import sys; print({WATCHES}); import vllm"
     assert python.says(code, path=[put_vllm(tmp_path / "app")]) == "1\nedited\nvllm"
     pip(python, "uninstall", "--yes", "expert-cache-shim")
-    assert files(home) == before
+    assert file_list(home) == before
 
 
 # --- the source distribution ---
 
 
 def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
-    archive = build(source, "sdist", tmp_path / "sdist")
+    archive = call_backend(source, "sdist", tmp_path / "sdist")
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path)
     (unpacked,) = tmp_path.glob("expert_cache_shim-*/")
-    names = set(files(unpacked))
+    names = files_only(file_list(unpacked))
     hip = {f"hip/{path.name}" for path in (source / "hip").iterdir() if path.is_file()}
     assert {"hip/expert_cache.hip.cpp", "hip/build.sh"} < hip
     assert names > hip | {
@@ -224,7 +181,7 @@ def test_a_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
     }  # fmt: skip
     assert not [name for name in names if name.endswith(("_host.so", "_cuda.so", ".pyc"))]
 
-    with zipfile.ZipFile(build(unpacked, "wheel", tmp_path / "out")) as rebuilt:
+    with zipfile.ZipFile(call_backend(unpacked, "wheel", tmp_path / "out")) as rebuilt:
         with zipfile.ZipFile(wheel) as first:
             for name in set(first.namelist()) | set(rebuilt.namelist()):
                 assert rebuilt.read(name) == first.read(name), name

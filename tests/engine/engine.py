@@ -156,16 +156,22 @@ def run(jobs: list[Job], folder: Path, environment: dict[str, str]) -> list[Answ
 
 
 class Server:
-    """`vllm serve` for one model, reached over HTTP; a context manager."""
+    """`vllm serve` for one model by one Python, reached over HTTP; a context manager."""
 
-    def __init__(self, model: str, folder: Path, environment: dict[str, str]):
+    def __init__(
+        self,
+        model: str,
+        folder: Path,
+        environment: dict[str, str],
+        python: str | Path = sys.executable,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.model = model
         self.log = folder / "log.txt"
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model,
+        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", model,
                    "--port", str(self.port), "--enforce-eager", "--max-model-len", "256",
                    "--max-num-seqs", "8", "--dtype", "bfloat16", "--seed", "0"]  # fmt: skip
         with self.log.open("w") as output:
