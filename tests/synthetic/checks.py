@@ -66,9 +66,11 @@ def step(
     return routing(layer, tokens, torch.Generator().manual_seed(seed), dtype)
 
 
-def steps(layer: RoutedExperts, count: int, dtype: torch.dtype = torch.int32) -> Iterator[Inputs]:
+def steps(
+    layer: RoutedExperts, count: int, dtype: torch.dtype = torch.int32, seed: int = 0
+) -> Iterator[Inputs]:
     """Random routing, mostly of a few tokens, at times of more experts than there are slots."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(seed)
     widths = torch.tensor([1, 1, 1, 2, 4, 9])
     for _ in range(count):
         tokens = int(widths[torch.randint(len(widths), (1,), generator=random)])
