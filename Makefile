@@ -7,7 +7,7 @@ PYTEST := -m pytest
 TAG := vllm-expert-cache
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-fast host hip cuda test test-engine test-release test-fast contract demo image image-test lint clean
+.PHONY: help venv venv-fast host hip cuda test test-engine test-release test-fast fuzz contract demo image image-test lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test-release: venv host ## the installed wheel serves in another release of vLLM
 
 test-fast: venv-fast host ## layers that look like vLLM's, emulated kernels (under a minute)
 	$(FAST_VENV)/bin/python $(PYTEST) tests -m "not slow"
+
+fuzz: ## random calls of the C interface under sanitizers (SECONDS=3600: for an hour)
+	python3 tests/kernels/fuzzer.py $(or $(SECONDS),60)
 
 contract: venv-fast ## what the shim relies on, in the sources of every vLLM release (40 MB once)
 	$(FAST_VENV)/bin/python -m tools.vllm_contract --write

@@ -23,6 +23,7 @@ extern "C" {
 
 #define EXPERT_CACHE_MAX_EXPERTS 1024
 #define EXPERT_CACHE_MAX_IDS 524288
+#define EXPERT_CACHE_MAX_ID_SPAN (1ll << 40) /* elements between the first id and the last */
 #define EXPERT_CACHE_MAX_TENSORS 256
 
 /* Layout of a layer's state: int32 words, all in one device allocation.
@@ -70,7 +71,7 @@ enum ExpertCacheError {
   EXPERT_CACHE_BAD_POLICY = -5,
   EXPERT_CACHE_BAD_DECAY = -6,
   EXPERT_CACHE_BAD_MODE = -7,
-  EXPERT_CACHE_BAD_POINTER = -8,   /* null, or not aligned for its type */
+  EXPERT_CACHE_BAD_POINTER = -8,   /* null, not aligned for its type, or row_ids overlap ids */
   EXPERT_CACHE_BAD_TENSORS = -9,
   EXPERT_CACHE_BAD_GRID = -10,
   EXPERT_CACHE_BAD_SIZE = -11,     /* a byte count of zero, or too large */
@@ -81,10 +82,10 @@ enum ExpertCacheError {
 
 typedef struct ExpertCacheManage {
   const void *ids;           /* device, [id_rows, id_columns], id_type */
-  void *row_ids;             /* device, same shape and type, contiguous; may not alias ids */
+  void *row_ids;             /* device, same shape and type, contiguous; apart from the ids */
   int64_t id_rows;
   int64_t id_columns;        /* 1 <= id_rows * id_columns <= EXPERT_CACHE_MAX_IDS */
-  int64_t id_row_stride;     /* in elements, >= 0 */
+  int64_t id_row_stride;     /* in elements, >= 0; see EXPERT_CACHE_MAX_ID_SPAN */
   int64_t id_column_stride;
   int32_t *state;            /* device, EXPERT_CACHE_STATE_WORDS(experts) words, 16-byte aligned */
   int64_t *counters;         /* device, EXPERT_CACHE_COUNTERS words */

@@ -25,6 +25,12 @@ bool is_aligned(const void *pointer, size_t alignment) {
   return pointer && reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
 }
 
+// The distance in elements that `count` ids at a stride reach; -1 where it is more than is allowed.
+int64_t reach(int64_t count, int64_t stride) {
+  if (count == 1) return 0;
+  return stride > EXPERT_CACHE_MAX_ID_SPAN ? -1 : (count - 1) * stride;
+}
+
 int check_ids(const ExpertCacheManage &args) {
   if (args.id_type < EXPERT_CACHE_INT32 || args.id_type > EXPERT_CACHE_UINT32)
     return EXPERT_CACHE_BAD_ID_TYPE;
@@ -32,11 +38,19 @@ int check_ids(const ExpertCacheManage &args) {
   if (args.id_rows < 1 || args.id_columns < 1 || args.id_rows > most || args.id_columns > most ||
       args.id_rows * args.id_columns > most || args.id_row_stride < 0 || args.id_column_stride < 0)
     return EXPERT_CACHE_BAD_IDS;
+  const int64_t rows = reach(args.id_rows, args.id_row_stride);
+  const int64_t columns = reach(args.id_columns, args.id_column_stride);
+  if (rows < 0 || columns < 0 || rows + columns > EXPERT_CACHE_MAX_ID_SPAN)
+    return EXPERT_CACHE_BAD_IDS;
+
   const size_t bytes = args.id_type == EXPERT_CACHE_INT64 ? 8 : 4;
-  if (!is_aligned(args.ids, bytes) || !is_aligned(args.row_ids, bytes) ||
-      args.ids == args.row_ids)
+  if (!is_aligned(args.ids, bytes) || !is_aligned(args.row_ids, bytes))
     return EXPERT_CACHE_BAD_POINTER;
-  return EXPERT_CACHE_OK;
+  const uintptr_t from = reinterpret_cast<uintptr_t>(args.ids);
+  const uintptr_t to = reinterpret_cast<uintptr_t>(args.row_ids);
+  const bool apart = from + (rows + columns + 1) * bytes <= to ||
+                     to + args.id_rows * args.id_columns * bytes <= from;
+  return apart ? EXPERT_CACHE_OK : EXPERT_CACHE_BAD_POINTER;
 }
 
 int check_map(const ExpertCacheManage &args) {
@@ -136,7 +150,8 @@ const char *own_error_string(int code) {
     case EXPERT_CACHE_BAD_SLOTS:
       return "the number of slots must be at least 1 and less than the number of experts";
     case EXPERT_CACHE_BAD_IDS:
-      return "there must be 1 to 524288 routing ids, at strides of 0 or more";
+      return "there must be 1 to 524288 routing ids, at strides of 0 or more, the last at most 2^40 "
+             "elements behind the first";
     case EXPERT_CACHE_BAD_ID_TYPE:
       return "routing ids must be int32, int64 or uint32";
     case EXPERT_CACHE_BAD_POLICY:
@@ -146,7 +161,7 @@ const char *own_error_string(int code) {
     case EXPERT_CACHE_BAD_MODE:
       return "unknown mode";
     case EXPERT_CACHE_BAD_POINTER:
-      return "a pointer is null, not aligned for its type, or ids and row_ids are the same";
+      return "a pointer is null or not aligned for its type, or ids and row_ids overlap";
     case EXPERT_CACHE_BAD_TENSORS:
       return "the number of tensors must be 1 to 256";
     case EXPERT_CACHE_BAD_GRID:

@@ -46,9 +46,10 @@ def host_library(host_library_path: Path) -> native.Library:
 # Left out by `make test-fast`: what needs vLLM, compiles, installs, starts interpreters by the
 # dozen, or fails at every line in turn.
 SLOW = (
-    "amd/", "contract/", "docker/", "engine/", "nvidia/", "kernels/test_faults.py",
-    "kernels/test_sanitizers.py", "test_arming_failures.py", "test_bootstrap", "test_cli",
-    "test_packaging.py", "test_ranks.py", "test_sitecustomize.py",
+    "amd/", "contract/", "docker/", "engine/", "faults/", "nvidia/", "kernels/test_faults.py",
+    "kernels/test_fuzz.py", "kernels/test_sanitizers.py", "test_arming_failures.py",
+    "test_bootstrap", "test_cli", "test_packaging.py", "test_ranks.py",
+    "test_sitecustomize.py",
 )  # fmt: skip
 
 

@@ -213,6 +213,9 @@ BAD_ARGUMENTS = [
     (-3, dict(id_rows=2**32, id_columns=2**32)),
     (-3, dict(id_row_stride=-1)),
     (-3, dict(id_column_stride=-1)),
+    (-3, dict(id_column_stride=2**62)),  # times three columns it is more than an int64 holds
+    (-3, dict(id_column_stride=2**39 + 1)),
+    (-3, dict(id_rows=2, id_row_stride=2**40 - 1)),
     (-4, dict(id_type=3)),
     (-4, dict(id_type=-1)),
     (-5, dict(policy=5)),
@@ -270,6 +273,29 @@ def test_row_ids_in_place_of_the_ids_are_refused(host_library):
     with pytest.raises(KernelError) as error:
         host_library.manage(layer.args)
     assert error.value.code == -8
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 1, 2, 4])
+def test_row_ids_that_overlap_the_ids_are_refused(host_library, shift):
+    """Ids are read again after the first row ids are stored."""
+    layer = ComparedLayer(host_library, 16, 4, "lrfu")
+    row_ids = Guarded((1, 9), np.int64)
+    layer.set_ids(row_ids.array[:, 2:7:2], row_ids, "rows")
+    layer.args.row_ids = layer.args.ids + 8 * shift
+    with pytest.raises(KernelError) as error:
+        host_library.manage(layer.args)
+    assert error.value.code == -8
+
+
+def test_row_ids_may_lie_next_to_the_ids(host_library):
+    layer = ComparedLayer(host_library, 16, 4, "lrfu")
+    memory = Guarded((3, 3), np.int64)
+    memory.array[:] = 5
+    for row in (0, 2):
+        layer.set_ids(memory.array[1:2], memory, "rows")
+        layer.args.row_ids = memory.address + row * 3 * 8
+        host_library.manage(layer.args)
+    assert memory.array.tolist() == [[0, 0, 0], [5, 5, 5], [0, 0, 0]]
 
 
 def test_32_bit_ids_need_no_more_than_their_own_alignment(library):
