@@ -224,6 +224,8 @@ def _arm_candidates(
             report.armed.append(armed)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
+    if report.snapshot and not report.armed:
+        report.snapshot.path.unlink(missing_ok=True)
 
 
 def _snapshot(

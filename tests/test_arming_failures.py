@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 
-import pytest
 from synthetic import Model, methods
 from synthetic.checks import assert_same, model_of, outputs
 from synthetic.counted_library import CountedLibrary
@@ -153,20 +151,6 @@ def failing(site: tuple, number: int) -> contextlib.AbstractContextManager:
             raise Failure(f"call {number} of {site}")
 
     return profiled(fail, only=site)
-
-
-@pytest.fixture
-def discarded_log():
-    """Log records are made and thrown away: a kept one would keep a traceback's memory."""
-
-    def discard(record: logging.LogRecord) -> bool:
-        assert record.getMessage()
-        return False
-
-    logger = logging.getLogger("vllm.expert_cache")
-    logger.addFilter(discard)
-    yield
-    logger.removeFilter(discard)
 
 
 def mixed_model() -> Model:

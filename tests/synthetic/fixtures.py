@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -102,3 +103,17 @@ def refused(arm, library, caplog):
         return reason, remedy
 
     return check
+
+
+@pytest.fixture
+def discarded_log():
+    """Log records are made and thrown away: a kept one would keep a traceback's memory."""
+
+    def discard(record: logging.LogRecord) -> bool:
+        assert record.getMessage()
+        return False
+
+    logger = logging.getLogger("vllm.expert_cache")
+    logger.addFilter(discard)
+    yield
+    logger.removeFilter(discard)
