@@ -214,8 +214,9 @@ def _arm_candidates(
         try:
             mirror = report.snapshot.mirror(index) if report.snapshot else None
             cache = ExpertCache(
-                allocator.library, storage, candidate.experts, count, settings, mirror
-            )
+                allocator.library, storage, candidate.experts, count, settings, mirror,
+                candidate.expert_map,
+            )  # fmt: skip
             armed = ArmedLayer(
                 report.model, candidate.name, candidate.layer, candidate.tensors, cache
             )

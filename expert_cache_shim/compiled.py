@@ -29,7 +29,7 @@ def register(model: str, layer: str, cache: ExpertCache) -> str:
 
 @torch.library.custom_op("expert_cache::rows", mutates_args=())
 def rows(topk_ids: torch.Tensor, cache: str) -> torch.Tensor:
-    """topk_ids: `[tokens, top_k]` int32 or int64. Returns the rows to read, same shape and type.
+    """topk_ids: `[tokens, top_k]` int32 or int64. Returns the ids for the kernel, alike.
 
     Fetching is its side effect on memory that the graph reads only through the result's ids.
     """

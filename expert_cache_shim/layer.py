@@ -140,10 +140,10 @@ class ExpertCache:
 
     def __init__(
         self, library: Library, storage: Storage, experts: int, slots: int, settings: Settings,
-        mirror: np.ndarray | None = None,
+        mirror: np.ndarray | None = None, expert_map: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """mirror: int64 [8] in memory that the device can store to; manage keeps a copy of the
-        counters there."""
+        counters there. expert_map: under expert parallelism, the layer's (`read_expert_map`)."""
         self.library = library
         self.storage = storage
         self.experts = experts
@@ -162,6 +162,14 @@ class ExpertCache:
             experts=experts, slots=slots, policy=policy.CODES[settings.policy],
             decay=policy.decay_parameter(settings.policy, settings.half_life, settings.decay),
         )  # fmt: skip
+        self._maps_on_host = self._maps = None
+        if expert_map is not None:
+            expert_ids = policy.ids_of_experts(expert_map, experts)
+            self._maps_on_host = torch.from_numpy(np.concatenate((expert_map, expert_ids)))
+            self._maps = self._maps_on_host.to(self.device, copy=True)
+            self._manage.expert_map = self._maps.data_ptr()
+            self._manage.expert_ids = self._maps[len(expert_map) :].data_ptr()
+            self._manage.map_length = len(expert_map)
         self._gathers = {
             mode: Gather(
                 tensors=table.data_ptr(), state=self.state.data_ptr(),
@@ -184,6 +192,8 @@ class ExpertCache:
         """As new: also what deep sleep may have wiped, tables and small tensors included."""
         for mode, table in self._tables.items():
             table.copy_(self.storage.table(scratch=mode == SCRATCH))
+        if self._maps is not None:
+            self._maps.copy_(self._maps_on_host)
         self.storage.fill_small()
         self.forget()
 
@@ -206,7 +216,8 @@ class ExpertCache:
         """Makes every routed expert readable and returns the ids the kernel must use.
 
         ids: `[tokens, top_k]` of int32, int64 or uint32, any strides. Returns a contiguous
-        tensor of the same shape and type: rows, or the ids themselves in mode SCRATCH.
+        tensor of the same shape and type: rows, or the ids themselves in mode SCRATCH. Under
+        expert parallelism not the rows, but the ids that the layer's map takes to them.
         Raises KernelError if a launch fails.
         """
         rows = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)

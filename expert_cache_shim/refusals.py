@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from . import native, vllm_compat
+from . import native, policy, vllm_compat
 from .discovery import (
     ExpertTensors,
     NotExpertMajor,
@@ -45,6 +46,7 @@ class Candidate:
     layer: torch.nn.Module
     experts: int
     tensors: ExpertTensors
+    expert_map: np.ndarray | None = None  # as `read_expert_map` returns it
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +66,7 @@ def inspect(name: str, layer: torch.nn.Module, model_config: Any, settings: Sett
     _check_form(layer)
     experts = count_experts(layer)
     tensors = discover(layer, experts)
-    return Candidate(name, layer, experts, tensors)
+    return Candidate(name, layer, experts, tensors, read_expert_map(layer, experts))
 
 
 def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:
@@ -103,12 +105,6 @@ def _check_form(layer: torch.nn.Module) -> None:
             "routing ids to rewrite",
             "choose a modular kernel, for example --moe-backend triton",
         )
-    if vllm_compat.expert_map(layer) is not None:
-        raise Refusal(
-            "expert parallelism maps ids through expert_map, which is not composed with the "
-            "cache's own table",
-            "serve without --enable-expert-parallel",
-        )
     if vllm_compat.is_lora_enabled(layer):
         raise Refusal("LoRA kernels index by expert id", "serve without --enable-lora")
     if vllm_compat.is_eplb_enabled(layer):
@@ -137,13 +133,37 @@ def _check_kernel(layer: torch.nn.Module, method: Any) -> None:
         raise Refusal(
             f"{type(prepare).__name__} moves routing ids between ranks after the cache has "
             "rewritten them",
-            "serve with tensor parallelism only (no data or expert parallelism)",
+            "serve with one data-parallel rank and without all2all; expert parallelism over "
+            "tensor-parallel ranks is served",
         )
     if prepare is None and vllm_compat.data_parallel_size(layer) > 1:
         raise Refusal(
             "data parallelism gathers routing ids of other ranks",
             "serve with one data-parallel rank",
         )
+
+
+def read_expert_map(layer: torch.nn.Module, experts: int) -> np.ndarray | None:
+    """Under expert parallelism the layer's map, `[ids of all ranks]` int32: the expert of this
+    rank, or -1. None without. Raises Refusal unless its kernel is known to go by that map."""
+    handed, expert_map = vllm_compat.expert_map(layer), vllm_compat.global_to_local(layer)
+    if handed is None:
+        return None
+    method = layer.quant_method
+    runner = vllm_compat.fused_experts(vllm_compat.moe_kernel(method)) or method
+    if handed is not expert_map or type(runner).__name__ not in vllm_compat.LOOK_UP_EXPERT_MAP:
+        raise Refusal(
+            f"{type(runner).__name__} is not known to look ids up in the layer's expert_map, as "
+            "expert parallelism needs",
+            "choose a kernel that does, for example --moe-backend triton, or serve without "
+            "--enable-expert-parallel",
+        )
+    found = expert_map.to("cpu", torch.int32).numpy()
+    try:
+        policy.ids_of_experts(found, experts)
+    except ValueError as error:
+        raise Refusal(str(error), "serve without --enable-expert-parallel") from None
+    return found
 
 
 def discover(layer: torch.nn.Module, experts: int) -> ExpertTensors:

@@ -85,8 +85,15 @@ def is_monolithic(method: Any) -> bool:
 
 
 def expert_map(layer: Any) -> Any:
-    """The global-to-local map under expert parallelism, else None (0.21-0.33)."""
+    """What the layer hands to its kernel under expert parallelism, else None (0.21-0.33): the map
+    below, or for AITER a mask of the rank's experts."""
     return getattr(layer, "expert_map", None)
+
+
+def global_to_local(layer: Any) -> Any:
+    """Under expert parallelism the buffer `_expert_map`, int32 (0.21-0.33): for each id of the
+    model the expert of this rank, or -1. Linear and round-robin placement both end in it."""
+    return getattr(layer, "_expert_map", None)
 
 
 def is_lora_enabled(layer: Any) -> bool:
@@ -144,6 +151,30 @@ TAKE_FEWER_EXPERTS = frozenset(
         "CPUExpertsFp8",
         "CPUExpertsInt4",
         "CPUExpertsInt8",
+    }
+)
+
+
+# Experts classes that find an expert's row by looking its id up in the `expert_map` they are
+# handed, whatever it holds, and methods without a kernel that hand it to functions which do.
+# Read in source, 0.21-0.33. Others work out the rank's ids from its number (FlashInfer), or
+# ignore the map (the CPU forms of 0.30-0.33, which would read beyond their weights).
+# By exact name, as above.
+LOOK_UP_EXPERT_MAP = frozenset(
+    {
+        "TritonExperts",
+        "TritonWNA16Experts",
+        "MarlinExperts",
+        "DeepGemmExperts",
+        "CutlassExpertsFp8",
+        "TritonOrDeepGemmExperts",
+        "TritonOrCutlassExperts",
+        # 0.21-0.25, without a kernel.
+        "AWQMarlinMoEMethod",
+        "CompressedTensorsWNA16MarlinMoEMethod",
+        "CompressedTensorsWNA16MoEMethod",
+        "MoeWNA16Method",
+        "QuarkW8A8Int8MoEMethod",
     }
 )
 

@@ -127,11 +127,11 @@ def test_the_tuned_configuration_is_forced_only_while_the_kernel_runs(pair, fail
     seen = []
 
     class Noting(kernels.TritonExperts):
-        def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+        def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
             seen.append(tuning.package._config)
             if fails:
                 raise RuntimeError("out of memory")
-            return super().apply(hidden_states, w1, w2, topk_weights, topk_ids)
+            return super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
 
     Noting.__name__ = "TritonExperts"  # plain storage serves classes by exact name
 

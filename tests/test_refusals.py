@@ -33,15 +33,6 @@ def test_a_monolithic_method(refused):
     assert "--moe-backend triton" in remedy
 
 
-def test_expert_parallelism(refused):
-    model = model_of()
-    for layer in model.routed:
-        layer._expert_map = torch.arange(8, dtype=torch.int32)
-    reason, remedy = refused(model)
-    assert "expert_map" in reason
-    assert "--enable-expert-parallel" in remedy
-
-
 def test_lora(refused):
     model = model_of()
     for layer in model.routed:
@@ -106,7 +97,7 @@ def test_data_parallel_routing(refused):
         impl.prepare_finalize = kernels.MoEPrepareAndFinalizeNaiveDPEPModular()
     reason, remedy = refused(model)
     assert "MoEPrepareAndFinalizeNaiveDPEPModular moves routing ids between ranks" in reason
-    assert "tensor parallelism only" in remedy
+    assert "one data-parallel rank" in remedy
 
 
 @pytest.mark.parametrize("where", ["moe_config", "layer"])

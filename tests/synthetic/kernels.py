@@ -11,14 +11,16 @@ from .configs import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc, Pre
 def compute_experts(
     hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
     topk_ids: torch.Tensor, config: FusedMoEQuantConfig, block: int = 64,
+    expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """hidden `[M, H]`, w1 `[E, 2I, H]`, w2 `[E, H, I]`, or packed. Returns `[M, H]`.
-    block: how many products are added before they are added to the sum.
+    block: how many products are added before they are added to the sum. expert_map: the row that
+    each id names, or -1; None: its own number.
 
     Everything is read at the row that an id names; an id that names none adds nothing. A token's
     experts are added in the order of its ids, so that the sum does not depend on their rows.
     """
-    rows = topk_ids.to(torch.int64)
+    rows = rows_of(topk_ids, expert_map)
     valid = (rows >= 0) & (rows < w1.shape[0])
     flat = torch.where(valid, rows, 0).reshape(-1)
     tokens = hidden.float().repeat_interleave(rows.shape[1], 0)
@@ -29,6 +31,15 @@ def compute_experts(
     out = project(torch.nn.functional.silu(gate) * up, w2, config._w2, flat, block)
     out = out * (topk_weights.float() * valid).reshape(-1, 1)
     return out.reshape(*rows.shape, hidden.shape[1]).sum(1).to(hidden.dtype)
+
+
+def rows_of(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """int64: the row that each id names, or what is no row."""
+    ids = topk_ids.to(torch.int64)
+    if expert_map is None:
+        return ids
+    known = (ids >= 0) & (ids < len(expert_map))
+    return torch.where(known, expert_map[torch.where(known, ids, 0)].to(torch.int64), -1)
 
 
 def project(
@@ -72,14 +83,16 @@ class FusedMoEExperts:
         self.moe_config = moe_config
         self.quant_config = quant_config
 
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
-        return compute_experts(hidden_states, w1, w2, topk_weights, topk_ids, self.quant_config)
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
+        return compute_experts(
+            hidden_states, w1, w2, topk_weights, topk_ids, self.quant_config, expert_map=expert_map
+        )
 
 
 class TritonExperts(FusedMoEExperts):
     """Reads the number of experts from the weights only, also to look up its configuration."""
 
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
         tuned = tuning.fused_moe.try_get_optimal_moe_config(
             w1.size(),
             w2.size(),
@@ -90,7 +103,7 @@ class TritonExperts(FusedMoEExperts):
         )
         return compute_experts(
             hidden_states, w1, w2, topk_weights, topk_ids, self.quant_config,
-            tuned["BLOCK_SIZE_K"],
+            tuned["BLOCK_SIZE_K"], expert_map,
         )  # fmt: skip
 
 
@@ -101,9 +114,9 @@ class CutlassExpertsFp8(FusedMoEExperts):
         super().__init__(moe_config, quant_config)
         self.ab_strides1 = torch.full((moe_config.num_local_experts,), moe_config.hidden_dim)
 
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
         assert w1.shape[0] == self.moe_config.num_local_experts
-        return super().apply(hidden_states, w1, w2, topk_weights, topk_ids)
+        return super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
 
 
 class MarlinExperts(FusedMoEExperts):
@@ -114,10 +127,11 @@ class MarlinExperts(FusedMoEExperts):
         self.w13_g_idx = w13_g_idx
         self.w2_g_idx = w2_g_idx
 
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
-        rows = topk_ids.to(torch.int64).clamp_min(0)
-        shift = self.w13_g_idx[rows].sum((1, 2)) - self.w2_g_idx[rows].sum((1, 2))
-        out = super().apply(hidden_states, w1, w2, topk_weights, topk_ids)
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
+        rows = rows_of(topk_ids, expert_map)
+        shifts = self.w13_g_idx.sum(1) - self.w2_g_idx.sum(1)
+        shift = torch.where(rows >= 0, shifts[rows.clamp_min(0)], 0).sum(1)
+        out = super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
         return out + shift.unsqueeze(-1).to(out.dtype)
 
 
@@ -135,6 +149,19 @@ class TritonOrDeepGemmExperts(FusedMoEExperts):
         return chosen.apply(hidden_states, **arguments)
 
 
+class AiterExperts(FusedMoEExperts):
+    """Wants a mask of the rank's experts in place of the map."""
+
+    consumes_expert_mask = True
+
+
+class CPUUnquantizedExperts(FusedMoEExperts):
+    """Takes every id for a row of its own weights."""
+
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
+        return super().apply(hidden_states, w1, w2, topk_weights, topk_ids, None)
+
+
 class MoEPrepareAndFinalizeNoDPEPModular:
     pass
 
@@ -148,7 +175,7 @@ class FusedMoEKernelModularImpl:
         self.prepare_finalize = prepare_finalize
         self.fused_experts = fused_experts
 
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids):
+    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
         if len(hidden_states) == 0:
             return torch.empty_like(hidden_states)
         return self.fused_experts.apply(
@@ -157,6 +184,7 @@ class FusedMoEKernelModularImpl:
             w2=w2,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
+            expert_map=expert_map,
         )
 
 
@@ -176,8 +204,11 @@ class FusedMoEKernel:
     def fused_experts(self) -> FusedMoEExperts:
         return self.impl.fused_experts
 
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, shared_experts_input=None):
-        return self.impl.apply(hidden_states, w1, w2, topk_weights, topk_ids)
+    def apply(
+        self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map=None,
+        shared_experts_input=None,
+    ):  # fmt: skip
+        return self.impl.apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
 
 
 class FusedMoEKernelMonolithic(FusedMoEKernel):

@@ -53,6 +53,7 @@ class FusedMoEMethodBase:
             w2=layer.w2_weight,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
+            expert_map=layer.expert_map,
             shared_experts_input=shared_experts_input,
         )
 
@@ -106,7 +107,9 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase, CustomOp):
         return self.forward(layer, x, topk_weights, topk_ids, shared_experts_input)
 
     def forward_native(self, layer, x, topk_weights, topk_ids, shared_experts_input):
-        return self.moe_kernel.apply(x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids)
+        return self.moe_kernel.apply(
+            x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, layer.expert_map
+        )
 
 
 class Bfloat16MoEMethod(UnquantizedFusedMoEMethod):
@@ -241,8 +244,9 @@ class LegacyMoEMethod(Int8ChannelMoEMethod):
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         return kernels.compute_experts(
-            x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, self.moe_quant_config
-        )
+            x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, self.moe_quant_config,
+            expert_map=layer.expert_map,
+        )  # fmt: skip
 
 
 class LazyLegacyMoEMethod(LegacyMoEMethod):
@@ -261,7 +265,7 @@ class LayerReadingMoEMethod(LegacyMoEMethod):
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         return kernels.compute_experts(
             x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids,
-            self.get_fused_moe_quant_config(layer),
+            self.get_fused_moe_quant_config(layer), expert_map=layer.expert_map,
         )  # fmt: skip
 
 

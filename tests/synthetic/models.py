@@ -22,20 +22,24 @@ class RoutedExperts(torch.nn.Module):
         self, method: type[FusedMoEMethodBase] = UnquantizedFusedMoEMethod, *, experts: int = 8,
         top_k: int = 2, hidden: int = 32, intermediate: int = 64, has_bias: bool = False,
         seed: int = 0, quant_method: FusedMoEMethodBase | None = None,
+        expert_map: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """quant_method: one that another layer has already, to be shared with it."""
+        """quant_method: one that another layer has already, to be shared with it. expert_map:
+        under expert parallelism, int32 `[ids]`, the expert of this rank that each id names, or
+        -1; `experts` are those of this rank."""
         super().__init__()
-        self.experts = experts
-        self.global_num_experts = self.local_num_experts = experts
+        self.experts = self.local_num_experts = experts
+        self.global_num_experts = experts if expert_map is None else len(expert_map)
         self.top_k = top_k
         self.hidden = hidden
         self.intermediate = intermediate
         self.layer_name = f"model.layers.{seed}.mlp.experts"
         self.moe_config = FusedMoEConfig(
-            experts, experts, top_k, hidden, intermediate, has_bias=has_bias
+            self.global_num_experts, experts, top_k, hidden, intermediate, has_bias=has_bias
         )
-        self.register_buffer("_expert_map", None, persistent=False)
-        self.e_score_correction_bias = torch.nn.Parameter(torch.rand(experts), requires_grad=False)
+        self.register_buffer("_expert_map", expert_map, persistent=False)
+        bias = torch.rand(self.global_num_experts)
+        self.e_score_correction_bias = torch.nn.Parameter(bias, requires_grad=False)
         self.quant_method = quant_method or method(self.moe_config)
         self.quant_method.create_weights(self, torch.Generator().manual_seed(seed))
 
@@ -45,7 +49,13 @@ class RoutedExperts(torch.nn.Module):
 
     @property
     def expert_map(self) -> torch.Tensor | None:
+        if self._expert_map is not None and self._kernel_wants_mask():
+            return (self._expert_map >= 0).to(torch.int32)
         return self._expert_map
+
+    def _kernel_wants_mask(self) -> bool:
+        kernel = self.quant_method.moe_kernel
+        return kernel is not None and kernel.fused_experts.consumes_expert_mask
 
     def _ensure_moe_quant_config_init(self) -> None:
         """Called by the runner before every step."""
@@ -91,7 +101,7 @@ def routing(
     """Hidden states `[tokens, H]`, weights and ids `[tokens, k]` of one step."""
     x = torch.randn(tokens, layer.hidden, generator=random)
     weights = torch.rand(tokens, layer.top_k, generator=random)
-    lots = torch.rand(tokens, layer.experts, generator=random)
+    lots = torch.rand(tokens, layer.global_num_experts, generator=random)
     return x, weights, lots.topk(layer.top_k).indices.to(dtype)
 
 

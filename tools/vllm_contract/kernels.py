@@ -14,6 +14,21 @@ from .reading import Differs, Found, Release
 fact = Subject("kernels")
 
 
+@fact("what looks ids up uses the expert_map that apply is given, or the layer's")
+def _(release: Release) -> Iterator[Found]:
+    """Under expert parallelism. A method that has a kernel leaves that to its experts."""
+    for name in sorted(vllm_compat.LOOK_UP_EXPERT_MAP):
+        with contextlib.suppress(Differs):
+            for found in release.classes(name):
+                parts = release.ancestry(found)
+                apply = next(p.methods["apply"] for p in parts if "apply" in p.methods)
+                if "self.moe_kernel" in apply.text:
+                    continue
+                uses = apply.text.count("expert_map") - apply.parameters.count("expert_map")
+                require(uses > 0, f"{name} uses none at {apply.place}")
+                yield apply
+
+
 @fact("FusedMoEKernel.impl, and in it fused_experts and prepare_finalize")
 def _(release: Release) -> Iterator[Found]:
     source = release.module(f"{FUSED_MOE}.modular_kernel")

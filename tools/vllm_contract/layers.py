@@ -51,6 +51,17 @@ def _(release: Release) -> Iterator[Found]:
     yield found
 
 
+@fact("expert_map gives the buffer _expert_map, or AITER's expert_mask")
+def _(release: Release) -> Iterator[Found]:
+    layer = owner(release)
+    found = layer.method("expert_map")
+    given = {read.node.attr for read in found.reads("_expert_map", "expert_mask")}
+    require(given == {"_expert_map", "expert_mask"}, f"{found.place} reads {sorted(given)}")
+    require("_expert_map" in layer.attributes, f"{layer.place} registers none")
+    yield found
+    yield layer.attributes["_expert_map"]
+
+
 @fact("the owner asks its quant method to create the weights")
 def _(release: Release) -> Iterator[Found]:
     yield from owner(release).calls("create_weights")
