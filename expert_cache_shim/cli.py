@@ -2,7 +2,8 @@
 
 A command is a plain function in `commands`: it takes options as parameters, prints, and returns
 the exit status. Its signature is the one description of its options. Where typer is installed (the
-extra `tools`) it reads them; where it is not, in an image without network, argparse does.
+extra `tools`) it reads them; where it is not, in an image without network, argparse does. Commands
+of one matter are a group, called by two words.
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ from .commands import CommandError, Option
 from .commands.build import build
 from .commands.doctor import doctor
 from .commands.start_up import disable, enable
+from .commands.trace import info, replay
+from .commands.trace_plot import plot
 from .installation import invocation
 
 COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor)
+GROUPS: dict[str, tuple[str, tuple[Callable[..., int], ...]]] = {
+    "trace": (
+        "Recorded routing: look at it, and count what a cache would miss.",
+        (info, replay, plot),
+    ),
+}
 ABOUT = "Looks after the expert cache of vLLM: its kernels, its start with Python, its state."
 MORE = "pip install 'expert-cache-shim[tools]' brings the packages that all commands together need"
 
@@ -49,11 +58,17 @@ def parameters(command: Callable[..., int]) -> Iterator[Parameter]:
         yield Parameter(name, kind, parameter.default, option)
 
 
-def _call(command: Callable[..., int], values: dict[str, Any]) -> int:
+def word(command: Callable[..., int]) -> str:
+    """What a user types for a command. A trailing underscore sets a name apart from Python's."""
+    return command.__name__.rstrip("_")
+
+
+def _call(command: Callable[..., int], group: str | None, values: dict[str, Any]) -> int:
     try:
         return command(**values)
     except CommandError as error:
-        print(f"{invocation(command.__name__)}: {error}", file=sys.stderr)
+        words = [group, word(command)] if group else [word(command)]
+        print(f"{invocation(*words)}: {error}", file=sys.stderr)
         return 1
 
 
@@ -69,7 +84,12 @@ def _run_typer(typer: Any, words: list[str]) -> int:
             raise typer.Exit()
 
     for command in COMMANDS:
-        app.command(command.__name__)(_for_typer(typer, command))
+        app.command(word(command))(_for_typer(typer, command))
+    for group, (text, commands) in GROUPS.items():
+        sub = typer.Typer(help=text, no_args_is_help=True)
+        for command in commands:
+            sub.command(word(command))(_for_typer(typer, command, group))
+        app.add_typer(sub, name=group)
     try:
         app(args=words, prog_name=invocation())
     except SystemExit as end:
@@ -77,11 +97,13 @@ def _run_typer(typer: Any, words: list[str]) -> int:
     return 0
 
 
-def _for_typer(typer: Any, command: Callable[..., int]) -> Callable[..., None]:
+def _for_typer(
+    typer: Any, command: Callable[..., int], group: str | None = None
+) -> Callable[..., None]:
     """The command with a signature that typer reads."""
 
     def run(**values: Any) -> None:
-        raise typer.Exit(_call(command, values))
+        raise typer.Exit(_call(command, group, values))
 
     described = [
         inspect.Parameter(
@@ -109,11 +131,12 @@ def _run_plain(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     choices = parser.add_subparsers(metavar="COMMAND", dest="command")
     for command in COMMANDS:
-        text = inspect.getdoc(command)
-        sub = choices.add_parser(command.__name__, help=text.split("\n")[0], description=text)
-        sub.set_defaults(function=command)
-        for parameter in parameters(command):
-            _add_plain(sub, parameter)
+        _add_plain_command(choices, command)
+    for group, (text, commands) in GROUPS.items():
+        sub = choices.add_parser(group, help=text, description=text)
+        of_group = sub.add_subparsers(metavar="COMMAND", required=True)
+        for command in commands:
+            _add_plain_command(of_group, command, group)
     if not words:
         parser.print_help()
         return 2
@@ -128,7 +151,15 @@ def _run_plain(words: list[str]) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     values.pop("command")
-    return _call(values.pop("function"), values)
+    return _call(values.pop("function"), values.pop("group"), values)
+
+
+def _add_plain_command(choices: Any, command: Callable[..., int], group: str | None = None) -> None:
+    text = inspect.getdoc(command)
+    sub = choices.add_parser(word(command), help=text.split("\n")[0], description=text)
+    sub.set_defaults(function=command, group=group)
+    for parameter in parameters(command):
+        _add_plain(sub, parameter)
 
 
 def _add_plain(parser: Any, parameter: Parameter) -> None:

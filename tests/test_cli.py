@@ -11,7 +11,12 @@ from start_up import ROOT, make_venv
 from expert_cache_shim import __version__, cli
 from expert_cache_shim.commands import Option
 
-COMMANDS = [command.__name__ for command in cli.COMMANDS]
+COMMANDS = {(cli.word(command),): command for command in cli.COMMANDS} | {
+    (group, cli.word(command)): command
+    for group, (_, commands) in cli.GROUPS.items()
+    for command in commands
+}
+every_command = pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 
 
 @dataclass(frozen=True)
@@ -38,22 +43,30 @@ def front(request, capsys, monkeypatch):
 def test_without_a_command_it_lists_them(front):
     done = front()
     assert done.status == 2
-    assert all(name in done.out for name in COMMANDS)
+    assert all(words[0] in done.out for words in COMMANDS)
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=COMMANDS)
-def test_every_option_of_a_command_is_offered(front, command):
-    done = front(command.__name__, "--help")
+@pytest.mark.parametrize("group", cli.GROUPS)
+def test_a_group_without_a_command_lists_them(front, group):
+    done = front(group)
+    assert done.status == 2
+    assert all(words[1] in done.out + done.err for words in COMMANDS if words[0] == group)
+
+
+@every_command
+def test_every_option_of_a_command_is_offered(front, words):
+    done = front(*words, "--help")
     assert done.status == 0
-    for parameter in cli.parameters(command):
+    for parameter in cli.parameters(COMMANDS[words]):
         assert parameter.option.flag in done.out
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS, ids=COMMANDS)
-def test_every_option_of_a_command_is_documented(command):
-    page = (ROOT / "docs" / "command-line.md").read_text()
-    for parameter in cli.parameters(command):
-        assert f"`{parameter.option.flag}" in page
+@every_command
+def test_every_option_of_a_command_is_documented(words):
+    page = "trace.md" if words[0] == "trace" else "command-line.md"
+    text = (ROOT / "docs" / page).read_text()
+    for parameter in cli.parameters(COMMANDS[words]):
+        assert f"`{parameter.option.flag}" in text
 
 
 def test_it_says_its_version(front):

@@ -1,0 +1,78 @@
+"""`trace plot`: pictures of recorded routing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from ..settings import Settings
+from . import CommandError, Option
+from .trace import (
+    Control,
+    Decay,
+    Files,
+    HalfLife,
+    Policies,
+    Slots,
+    Steps,
+    count,
+    need,
+    prepared,
+    read,
+)
+
+KINDS = ("curves", "layers", "reuse")
+ENDINGS = (".png", ".svg")
+
+
+def plot(
+    files: Files,
+    output: Annotated[str, Option("--output", "The picture: .png or .svg.", "FILE")] = "trace.png",
+    kind: Annotated[
+        str,
+        Option(
+            "--kind",
+            "curves: miss rate by share of experts resident. layers: heat map of the use of each "
+            "layer's experts. reuse: how soon an expert is routed again.",
+            "KIND",
+        ),
+    ] = "curves",
+    slots: Slots = (),
+    policies: Policies = (),
+    half_life: HalfLife = Settings.half_life,
+    decay: Decay = Settings.decay,
+    control: Control = None,
+    steps: Steps = 0,
+) -> int:
+    """Draw miss-ratio curves, a heat map of the layers, or reuse distances."""
+    need("numpy", "rich", "matplotlib")
+    picture = Path(output)
+    if kind not in KINDS:
+        raise CommandError(f"--kind {kind}: allowed is one of {', '.join(KINDS)}")
+    if picture.suffix not in ENDINGS:
+        raise CommandError(f"--output {output}: allowed is a name in {' or '.join(ENDINGS)}")
+    if not picture.absolute().parent.is_dir():
+        raise CommandError(f"--output {output}: {picture.parent}: no such folder")
+    traces = {name: prepared(read(name), steps, control) for name in files}
+    from .. import trace_plot
+
+    if kind == "curves":
+        counts = count(traces, slots, policies, half_life, decay)
+        trace_plot.curves(
+            [
+                (_title(name, trace), trace, [found for owner, found in counts if owner == name])
+                for name, trace in traces.items()
+            ],
+            picture,
+        )
+    else:
+        draw = trace_plot.layers if kind == "layers" else trace_plot.reuse
+        draw([(_title(name, trace), trace) for name, trace in traces.items()], picture)
+    print(f"wrote {picture}")
+    return 0
+
+
+def _title(name: str, trace) -> str:
+    """Short: half a picture wide."""
+    control = f", {trace.meta['control']}" if "control" in trace.meta else ""
+    return f"{Path(name).stem}: {trace.top_k} of {trace.experts} experts{control}"

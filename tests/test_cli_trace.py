@@ -1,0 +1,153 @@
+"""`expert-cache trace`, as a user types it, on recorded routing."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expert_cache_shim import cli, trace
+from expert_cache_shim.policy import Reference
+
+DATA = Path(__file__).parents[1] / "bench" / "data"
+OLMOE = str(DATA / "olmoe.npz")
+
+pytest.importorskip("rich")
+
+
+@pytest.fixture
+def call(capsys, monkeypatch):
+    """Runs `expert-cache trace WORDS` on a wide terminal without colours."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*words):
+        status = cli.main(["trace", *map(str, words)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_info_says_what_a_trace_holds(call):
+    status, said, _ = call("info", OLMOE)
+    assert status == 0
+    words = [re.split(r"\s{2,}", line.strip()) for line in said.splitlines()]
+    for row in (["model", "OLMoE"], ["forward passes", "897"], ["experts a token", "8"]):
+        assert row in words
+
+
+def test_info_for_scripts(call):
+    status, said, _ = call("info", OLMOE, DATA / "gpt_oss_20b.npz", "--json")
+    first, second = json.loads(said)
+    assert (status, first["layers"], second["prompts"]) == (0, 16, 10)
+    # Uneven, but not by much: a quarter of the experts takes more than a quarter of the routing.
+    assert 0.25 < first["to the busiest quarter"] < 0.5
+
+
+def test_replay_counts_what_the_reference_counts(call):
+    status, said, _ = call(
+        "replay", OLMOE, "--steps", 60, "--slots", "1/4,20", "--policy", "lru,lrfu", "--policy",
+        "lfu", "--half-life", 8, "--decay", 16, "--json",
+    )  # fmt: skip
+    assert status == 0
+    found = {counts["policy"]: counts for counts in json.loads(said)}
+    assert list(found) == ["lru", "lrfu", "lfu"]
+    ids = trace.load(OLMOE).ids[:60]
+    for policy, decay in (("lru", 0), ("lrfu", round(65536 * 0.5 ** (1 / 8))), ("lfu", 16)):
+        cache = Reference(64, 16, policy, decay)
+        for token in ids[:, 5]:
+            cache.step(token)
+        assert found[policy]["slots"] == [16, 20]
+        assert found[policy]["misses_by_layer"][0][5] == cache.counters["misses"]
+        assert found[policy]["routed"] == 60 * 16 * 8
+
+
+def test_replay_shows_every_policy_on_one_line(call):
+    status, said, _ = call("replay", OLMOE, "--steps", "40")
+    rows = [line.split() for line in said.splitlines() if line.strip()]
+    assert status == 0
+    assert rows[1] == ["misses,", "%", *(f"S={64 * i // 16}" for i in (1, 2, 3, 4, 6, 8, 10, 12))]
+    assert [row[0] for row in rows[3:]] == ["lrfu", "lru", "lfu", "fifo", "slru", "opt"]
+    assert all(len(row) == 9 for row in rows[3:])
+
+
+def test_replay_of_a_control(call):
+    status, said, _ = call(
+        "replay", OLMOE, "--control", "uniform", "--slots", "1/2", "--policy", "lrfu", "--json"
+    )
+    (counts,) = json.loads(said)
+    assert (status, counts["control"]) == (0, "uniform")
+    assert counts["miss_rate"] == [pytest.approx(0.5, abs=0.01)]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["info", "none.npz"], "trace info: none.npz: No such file or directory"),
+        (["replay", "."], "trace replay: .: Is a directory"),
+        (["replay", __file__], f"trace replay: {__file__}: is not a routing trace: File is not a "
+                               "zip file"),
+        (["replay", OLMOE, "--slots", "64"],
+         "trace replay: --slots 64: is 64 slots of 64 experts, allowed is 1 to 63"),
+        (["replay", OLMOE, "--slots", "1/0"],
+         "trace replay: --slots 1/0: allowed is a number or a share as 1/4"),
+        (["replay", OLMOE, "--slots", "many"],
+         "trace replay: --slots many: allowed is a number or a share as 1/4"),
+        (["replay", OLMOE, "--policy", "mru"],
+         "trace replay: --policy mru: allowed is one of lrfu, lru, lfu, fifo, slru, opt"),
+        (["replay", OLMOE, "--half-life", "0"],
+         "trace replay: half-life is 0.0 steps; it must be above 0"),
+        (["replay", OLMOE, "--steps", "-1"],
+         "trace replay: --steps -1: allowed is a number above 0"),
+        (["replay", OLMOE, "--control", "none"],
+         "trace replay: --control none: allowed is one of uniform, shuffled"),
+        (["plot", OLMOE, "--kind", "pie"],
+         "trace plot: --kind pie: allowed is one of curves, layers, reuse"),
+        (["plot", OLMOE, "--output", "x.pdf"],
+         "trace plot: --output x.pdf: allowed is a name in .png or .svg"),
+        (["plot", OLMOE, "--output", "/no/folder/x.svg"],
+         "trace plot: --output /no/folder/x.svg: /no/folder: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line(call, words, message):
+    status, said, err = call(*words)
+    assert (status, said) == (1, "")
+    assert err.count("\n") == 1 and err.endswith(f"{message}\n")
+
+
+def test_without_the_extra_it_says_what_brings_it(call, monkeypatch):
+    monkeypatch.setattr("expert_cache_shim.commands.trace.find_spec", lambda name: None)
+    status, _, err = call("info", OLMOE)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "needs numpy and rich; pip install 'expert-cache-shim[tools]' brings them" in err
+
+
+@pytest.mark.parametrize("kind", ["curves", "layers", "reuse"])
+@pytest.mark.parametrize("ending, start", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_plot_draws_a_picture(call, tmp_path, kind, ending, start):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"picture.{ending}"
+    words = ("plot", OLMOE, "--steps", 30, "--kind", kind, "--output", picture)
+    status, said, _ = call(*words)
+    assert (status, said) == (0, f"wrote {picture}\n")
+    drawn = picture.read_bytes()
+    assert drawn.startswith(start)
+    call(*words)
+    assert picture.read_bytes() == drawn  # nothing of the time or the machine is in it
+
+
+def test_a_picture_shows_what_was_counted(tmp_path, monkeypatch):
+    """The lines of the picture, as matplotlib holds them."""
+    trace_plot = pytest.importorskip("expert_cache_shim.trace_plot")
+    from expert_cache_shim.trace_replay import Replay
+
+    found = trace.load(OLMOE).first(50)
+    counts = [Replay(found, [8, 32], policy).run() for policy in ("lrfu", "opt")]
+    drawn = []
+    monkeypatch.setattr(trace_plot, "_save", lambda figure, path: drawn.append(figure))
+    trace_plot.curves([("t", found, counts)], tmp_path / "x.png")
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    for line, count in zip((lines["lrfu"], lines["opt"]), counts):
+        assert list(line.get_xdata()) == [8 / 64, 32 / 64]
+        assert np.allclose(line.get_ydata(), count.miss_rates)
