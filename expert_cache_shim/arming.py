@@ -17,6 +17,7 @@ import torch
 
 from . import budget, native, telemetry, versions, vllm_compat
 from .layer import ArmedLayer, ExpertCache
+from .preload import Preloader
 from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
 from .settings import Settings, SettingsError
 from .storage import Allocator, Storage, StorageError
@@ -203,13 +204,15 @@ def _arm_candidates(
     built: list[tuple[Candidate, Storage, int]] = []
     for candidate in candidates:
         try:
-            built.append(_build(candidate, plan, kind, allocator))
+            region = len(built) % 2 if plan.preload else 0
+            built.append(_build(candidate, plan, kind, allocator, region))
         except Refusal as refusal:
             report.refused.append((candidate.name, refusal))
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
     if built:
         report.snapshot = _snapshot(built, allocator, settings, report)
+    armed_now: list[ArmedLayer] = []
     for index, (candidate, storage, count) in enumerate(built):
         try:
             mirror = report.snapshot.mirror(index) if report.snapshot else None
@@ -222,11 +225,22 @@ def _arm_candidates(
             )
             armed.snapshot = report.snapshot  # stays registered for as long as a kernel stores
             armed.install()
-            report.armed.append(armed)
+            armed_now.append(armed)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
+    report.armed += armed_now
     if report.snapshot and not report.armed:
         report.snapshot.path.unlink(missing_ok=True)
+    if plan.preload and kind == "virtual":
+        _link(armed_now, Preloader(allocator.device))
+
+
+def _link(layers: list[ArmedLayer], preloader: Preloader) -> None:
+    """Each layer fetches ahead for the one after it, if their overflow rows are apart."""
+    for layer, after in zip(layers, [*layers[1:], None]):
+        if after is not None and layer.cache.storage.region == after.cache.storage.region:
+            after = None
+        layer.preload_with(preloader, after)
 
 
 def _snapshot(
@@ -263,7 +277,7 @@ def _storage_kind(
 
 
 def _build(
-    candidate: Candidate, plan: budget.Plan, kind: str, allocator: Allocator
+    candidate: Candidate, plan: budget.Plan, kind: str, allocator: Allocator, region: int
 ) -> tuple[Candidate, Storage, int]:
     """Spends the device memory of one layer. Raises Refusal."""
     slots = plan.slots[candidate.name]
@@ -279,7 +293,7 @@ def _build(
             "use EXPERT_CACHE_STORAGE=virtual, or serve with --enforce-eager",
         )
     if kind == "virtual":
-        return candidate, allocator.virtual(candidate.tensors, slots), slots
+        return candidate, allocator.virtual(candidate.tensors, slots, region), slots
     check_plain(candidate.layer.quant_method)
     return candidate, allocator.plain(candidate.tensors, slots, plan.overflow), slots
 

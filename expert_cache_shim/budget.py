@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,30 +26,45 @@ logger = logging.getLogger("vllm.expert_cache")
 
 @dataclass(frozen=True)
 class Plan:
-    """slots: by layer name. overflow: whether shared rows for wide steps are affordable."""
+    """slots: by layer name. overflow: whether shared rows for wide steps are affordable. preload:
+    whether there are two sets of them, so that one is filled while the other is read."""
 
     slots: dict[str, int]
     overflow: bool
     note: str = ""
+    preload: bool = False
 
 
 def plan(candidates: Sequence[Candidate], settings: Settings, device: torch.device) -> Plan:
-    """Slots for each layer and the question of overflow. Raises SettingsError where
+    """Slots for each layer, and the questions of overflow and preload. Raises SettingsError where
     EXPERT_CACHE_GIB buys no slot."""
     price = max(1, sum(candidate.slot_bytes for candidate in candidates))
     slots = {c.name: settings.slots_for(c.experts, price) for c in candidates}
-    if settings.overflow != "auto" and settings.names_a_budget:
-        return Plan(slots, settings.overflow == "on")
     room = room_on(device, candidates)
     if room is None:
-        return Plan(slots, settings.overflow != "off")
+        overflow = settings.overflow != "off"
+        return Plan(slots, overflow, preload=overflow and settings.preload == "on")
+    plan = _fit(candidates, slots, settings, room)
+    preload = settings.preload == "on"
+    if settings.preload == "auto" and len(candidates) > 1:
+        preload = _cost(candidates, plan.slots, overflow_sets=2) <= room
+    return replace(plan, preload=preload and plan.overflow)
+
+
+def _fit(
+    candidates: Sequence[Candidate], slots: dict[str, int], settings: Settings, room: int
+) -> Plan:
+    """What is named is kept, and a default that does not fit the room gives way."""
+    overflow = settings.overflow != "off"
+    if settings.overflow != "auto" and settings.names_a_budget:
+        return Plan(slots, overflow)
     wanted = max(slots.values())
     least = wanted if settings.names_a_budget else 1
-    overflow = settings.overflow != "off"
-    most = _most_slots(candidates, slots, overflow, room, least)
+    sets = 2 if settings.preload == "on" else 1
+    most = _most_slots(candidates, slots, sets if overflow else 0, room, least)
     if most is None and settings.overflow == "auto":
         overflow = False
-        most = _most_slots(candidates, slots, overflow, room, least)
+        most = _most_slots(candidates, slots, 0, room, least)
     most = least if most is None else most
     notes = []
     if most < wanted:
@@ -64,16 +79,21 @@ def plan(candidates: Sequence[Candidate], settings: Settings, device: torch.devi
 
 
 def _most_slots(
-    candidates: Sequence[Candidate], slots: dict[str, int], overflow: bool, room: int, least: int
-) -> int | None:
+    candidates: Sequence[Candidate], slots: dict[str, int], overflow_sets: int, room: int,
+    least: int,
+) -> int | None:  # fmt: skip
     """The largest cap on every layer's slots, `least` or more, that fits the room."""
     for cap in range(max(slots.values()), least - 1, -1):
         capped = {name: min(count, cap) for name, count in slots.items()}
-        cost = sum(c.slot_bytes * capped[c.name] for c in candidates)
-        cost += _overflow_bytes(candidates, capped) if overflow else 0
-        if cost <= room:
+        if _cost(candidates, capped, overflow_sets) <= room:
             return cap
     return None
+
+
+def _cost(candidates: Sequence[Candidate], slots: dict[str, int], overflow_sets: int) -> int:
+    """Bytes of device memory for these slots and so many sets of overflow rows."""
+    private = sum(c.slot_bytes * slots[c.name] for c in candidates)
+    return private + overflow_sets * _overflow_bytes(candidates, slots)
 
 
 def room_on(device: torch.device, candidates: Sequence[Candidate]) -> int | None:

@@ -18,7 +18,18 @@ import torch
 
 from . import compiled, policy, vllm_compat
 from .discovery import ExpertTensors
-from .native import INT32, INT64, STATE_HEADER, UINT32, Gather, KernelError, Library, Manage
+from .native import (
+    INT32,
+    INT64,
+    STATE_HEADER,
+    UINT32,
+    Gather,
+    KernelError,
+    Library,
+    Manage,
+    Preload,
+)
+from .preload import Preloader
 from .settings import Settings
 from .storage import Storage
 
@@ -170,6 +181,8 @@ class ExpertCache:
             self._manage.expert_map = self._maps.data_ptr()
             self._manage.expert_ids = self._maps[len(expert_map) :].data_ptr()
             self._manage.map_length = len(expert_map)
+        # Of all ranks together: ids name them too.
+        self.experts_of_all_ranks = experts if expert_map is None else len(expert_map)
         self._gathers = {
             mode: Gather(
                 tensors=table.data_ptr(), state=self.state.data_ptr(),
@@ -178,6 +191,7 @@ class ExpertCache:
             )
             for mode, table in self._tables.items()
         }  # fmt: skip
+        self._preload = Preload(state=self.state.data_ptr(), experts=experts, slots=slots)
         self.forget()
 
     def forget(self) -> None:
@@ -212,19 +226,20 @@ class ExpertCache:
             return ROWS
         return SCRATCH if SCRATCH in self._tables else SKIP
 
-    def run(self, ids: torch.Tensor, mode: int) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, mode: int, preloaded: bool = False) -> torch.Tensor:
         """Makes every routed expert readable and returns the ids the kernel must use.
 
-        ids: `[tokens, top_k]` of int32, int64 or uint32, any strides. Returns a contiguous
-        tensor of the same shape and type: rows, or the ids themselves in mode SCRATCH. Under
-        expert parallelism not the rows, but the ids that the layer's map takes to them.
-        Raises KernelError if a launch fails.
+        ids: `[tokens, top_k]` of int32, int64 or uint32, any strides. preloaded: `preload` has run
+        for this step. Returns a contiguous tensor of the same shape and type: rows, or the ids
+        themselves in mode SCRATCH. Under expert parallelism not the rows, but the ids that the
+        layer's map takes to them. Raises KernelError if a launch fails.
         """
         rows = torch.empty(ids.shape, dtype=ids.dtype, device=ids.device)
         if ids.dim() != 2:
             ids = ids.reshape(1, -1)
         args = self._manage
         args.ids, args.row_ids, args.mode = ids.data_ptr(), rows.data_ptr(), mode
+        args.preloaded = preloaded
         args.id_rows, args.id_columns = ids.shape
         args.id_row_stride, args.id_column_stride = ids.stride()
         args.id_type = ID_TYPES[ids.dtype]
@@ -233,9 +248,15 @@ class ExpertCache:
         self.library.gather(self._gathers[mode], stream)
         return rows
 
+    def preload(self, stream: int) -> None:
+        """Copies every expert without a slot to an overflow row, for a step still to come.
+        Virtual storage only. Raises KernelError if a launch fails."""
+        self.library.preload(self._preload, stream)
+        self.library.gather(self._gathers[ROWS], stream)
+
     def note_read_through(self) -> None:
         """Counts a step that vLLM's own path serves."""
-        self._manage.mode = SKIP  # in which no field about ids is read
+        self._manage.mode, self._manage.preloaded = SKIP, 0  # in which no field about ids is read
         self.library.manage(self._manage, self._stream())
 
     def _stream(self) -> int:
@@ -253,7 +274,10 @@ class ArmedLayer:
     ) -> None:  # fmt: skip
         self.name = name
         self.cache = cache
+        self.installed = False
         self.snapshot: SnapshotFile | None = None
+        self._preloader: Preloader | None = None
+        self._following: ArmedLayer | None = None
         self.record_bytes = tensors.record_bytes
         self._layer = layer
         self._original = layer.quant_method.apply
@@ -278,6 +302,12 @@ class ArmedLayer:
     def install(self) -> None:
         """Puts the cache in front of this instance's `apply`. No class is touched."""
         self._layer.quant_method.apply = self.apply
+        self.installed = True
+
+    def preload_with(self, preloader: Preloader, following: ArmedLayer | None) -> None:
+        """From now on fetches the experts of `following`, the layer that runs next and whose
+        overflow rows are other memory, while this one computes."""
+        self._preloader, self._following = preloader, following
 
     def serves(self, layer: torch.nn.Module) -> bool:
         return self._layer is layer
@@ -285,6 +315,7 @@ class ArmedLayer:
     def remove(self) -> None:
         """Gives the layer back to vLLM's own path."""
         del vars(self._layer.quant_method)["apply"]
+        self.installed = False
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's `apply`: 0.21 has no `shared_experts`; all of it is passed on by name."""
@@ -294,14 +325,17 @@ class ArmedLayer:
         if torch.compiler.is_compiling():
             return self._apply_traced(ids, kwargs)
         mode = self.cache.mode(ids)
+        preloaded = self._preloader is not None and self._preloader.finish(self.cache)
         if mode == SKIP:
             if ids.numel():
                 self.cache.note_read_through()
             return self._original(**kwargs)
         try:
-            rows = self.cache.run(ids, mode)
+            rows = self.cache.run(ids, mode, preloaded)
         except KernelError as error:
             return self._give_up(error, kwargs)
+        if self._following is not None and self._following.installed:
+            self._preloader.start(self._following.cache, ids)
         view = self._views[mode]
         return view.apply(**{**kwargs, "topk_ids": rows, "layer": view.layer})
 

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from .installation import build_command
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 BACKENDS = ("hip", "cuda", "host")
 
 STATE_HEADER = 8  # int32 words before row_of[E], expert_at[E], score[E], last[E], copies[E][4]
@@ -55,7 +55,14 @@ class Manage(ctypes.Structure):
         ("decay", c_uint32),
         ("mode", c_int32),
         ("map_length", c_int32),
+        ("preloaded", c_int32),
     ]
+
+
+class Preload(ctypes.Structure):
+    """Arguments of `preload`: ExpertCachePreload."""
+
+    _fields_ = [("state", c_void_p), ("experts", c_int32), ("slots", c_int32)]
 
 
 class Tensor(ctypes.Structure):
@@ -103,6 +110,7 @@ FUNCTIONS = {
     "expert_cache_error_string": ([c_int], c_char_p),
     "expert_cache_manage": ([ctypes.POINTER(Manage), c_void_p], c_int),
     "expert_cache_gather": ([ctypes.POINTER(Gather), c_void_p], c_int),
+    "expert_cache_preload": ([ctypes.POINTER(Preload), c_void_p], c_int),
     "expert_cache_pointer_kind": ([c_void_p, ctypes.POINTER(c_int32)], c_int),
     "expert_cache_memory_granularity": ([c_int, ctypes.POINTER(c_uint64)], c_int),
     "expert_cache_memory_create": ([c_int, c_uint64, ctypes.POINTER(c_void_p)], c_int),
@@ -148,6 +156,10 @@ class Library:
         code = self._gather(args, stream)
         if code:
             self._fail("expert_cache_gather", code)
+
+    def preload(self, args: Preload, stream: int = 0) -> None:
+        """Enqueue `preload` on a stream."""
+        self._call("expert_cache_preload", args, stream)
 
     def pointer_kind(self, address: int) -> int:
         """DEVICE, HOST_READABLE or HOST_UNREADABLE, by asking the driver."""

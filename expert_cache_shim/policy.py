@@ -111,14 +111,28 @@ class Reference:
         self.last = np.zeros(experts, np.uint32)
         self.counters = dict.fromkeys(COUNTERS, 0)
 
-    def step(self, ids: np.ndarray, mode: str = "rows") -> np.ndarray | None:
+    def preload(self) -> None:
+        """Lays every expert that is not resident in an overflow row; none while a slot is empty."""
+        self._forget_overflow_rows()
+        self.copies = np.empty((0, 4), np.int32)
+        if (self.expert_at[: self.slots] >= 0).all():
+            absent = np.flatnonzero(self.row_of < 0)
+            self._lay_in_overflow_rows(absent)
+            self.copies = self._copies_to_rows(absent)
+
+    def step(
+        self, ids: np.ndarray, mode: str = "rows", preloaded: bool = False
+    ) -> np.ndarray | None:
         """One layer-step over routing ids of any shape and integer type.
 
-        Returns the row ids, of the shape and type of `ids`; None in mode `skip`, which
-        writes none.
+        preloaded: `preload` ran just before, and its copies were made. Returns the row ids, of
+        the shape and type of `ids`; None in mode `skip`, which writes none.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        if preloaded and mode != "rows":
+            raise ValueError(f"a step in mode {mode!r} cannot be preloaded")
+        laid = np.where(preloaded & (self.row_of >= self.slots), self.row_of, -1)
         self._forget_overflow_rows()
         self.copies = np.empty((0, 4), np.int32)
         if mode == "skip":
@@ -146,8 +160,8 @@ class Reference:
         evictions = self._fill(admitted, available[: len(admitted)])
         refused = misses[self.row_of[misses] < 0]
         if mode == "rows":
-            self._lay_in_overflow_rows(refused)
-            self.copies = self._copies_to_rows(misses)
+            self._lay_in_overflow_rows(refused, laid[refused])
+            self.copies = self._copies_to_rows(misses, laid[misses])
         else:
             self.copies = self._copies_to_scratch(np.flatnonzero(routed), hit)
 
@@ -237,15 +251,18 @@ class Reference:
             self.last[admitted] = self.step_number
         return len(victims)
 
-    def _lay_in_overflow_rows(self, refused: np.ndarray) -> None:
-        rows = self.slots + np.arange(len(refused))
-        self.row_of[refused] = rows
-        self.expert_at[rows] = refused
+    def _lay_in_overflow_rows(self, experts: np.ndarray, laid: np.ndarray | int = -1) -> None:
+        """laid: the rows in which they were preloaded, or -1."""
+        rows = np.where(laid < 0, self.slots + np.arange(len(experts)), laid)
+        self.row_of[experts] = rows
+        self.expert_at[rows] = experts
 
-    def _copies_to_rows(self, misses: np.ndarray) -> np.ndarray:
+    def _copies_to_rows(self, misses: np.ndarray, laid: np.ndarray | int = -1) -> np.ndarray:
+        stays = self.row_of[misses] == laid
         copies = np.full((len(misses), 4), -1, np.int32)
         copies[:, 0] = misses
-        copies[:, 2] = self.row_of[misses]
+        copies[:, 1] = np.where(stays, -1, laid)
+        copies[:, 2] = np.where(stays, -1, self.row_of[misses])
         return copies
 
     def _copies_to_scratch(self, routed: np.ndarray, hit: np.ndarray) -> np.ndarray:

@@ -43,6 +43,7 @@ class Settings:
     lanes: int = 1
     storage: str = "auto"
     overflow: str = "auto"
+    preload: str = "auto"
     allow_cpu: bool = False
     snapshot: str | None = None
     unknown: tuple[str, ...] = ()
@@ -235,6 +236,14 @@ VARIABLES: tuple[Variable, ...] = (
         "one of " + ", ".join(OVERFLOWS),
         "whether steps with more experts than slots go through overflow rows (on) or are read "
         "from host memory (off)",
+    ),
+    Variable(
+        "preload",
+        _one_of(OVERFLOWS),
+        "one of " + ", ".join(OVERFLOWS),
+        "whether a step that routes to nearly every expert, such as a long prompt, fetches the "
+        "next layer's experts while one layer computes; takes overflow rows twice; auto: on a GPU "
+        "with room for them",
     ),
     Variable(
         "allow_cpu",

@@ -51,10 +51,12 @@ class Placement:
 @dataclass
 class Storage:
     """The placements of a layer. `private` and `shared` are bytes of device memory; `shared`
-    counts only what this layer was the first to need."""
+    counts only what this layer was the first to need. Layers of another `region` have overflow
+    rows of other memory."""
 
     kind: str
     placements: list[Placement]
+    region: int = 0
     private: int = 0
     shared: int = 0
 
@@ -180,10 +182,11 @@ class Allocator:
         expected = ((first[:size], 1), (second[:size], 2), (second[size:], 3))
         return all(bool((part == value).all()) for part, value in expected)
 
-    def virtual(self, tensors: ExpertTensors, slots: int) -> Storage:
-        """Full-size tensors of which the first `slots` rows are private."""
+    def virtual(self, tensors: ExpertTensors, slots: int, region: int = 0) -> Storage:
+        """Full-size tensors of which the first `slots` rows are private and the others shared by
+        the layers of a region."""
         granularity = self.library.granularity(self.index)
-        storage = Storage("virtual", [])
+        storage = Storage("virtual", [], region)
         ordinals: dict[tuple, int] = {}
         for source in tensors:
             if not is_aliased(source.nbytes, granularity):
@@ -204,7 +207,8 @@ class Allocator:
         storage.private += private
         if size:
             make = partial(Memory, self.library, self.index, size)
-            memories.append(self._share((private, size), ordinals, size, make, storage))
+            key = (private, size, storage.region)
+            memories.append(self._share(key, ordinals, size, make, storage))
         flat = _Mapped(self.library, self.index, memories).tensor(self.device)
         return _view_like(flat, source.tensor)
 

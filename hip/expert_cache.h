@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever a struct, an enum or a function below changes. */
-#define EXPERT_CACHE_ABI_VERSION 2
+#define EXPERT_CACHE_ABI_VERSION 3
 
 #define EXPERT_CACHE_MAX_EXPERTS 1024
 #define EXPERT_CACHE_MAX_IDS 524288
@@ -102,7 +102,14 @@ typedef struct ExpertCacheManage {
                                 other policies: 0 */
   int32_t mode;              /* ExpertCacheMode */
   int32_t map_length;        /* ids that the map knows, at least `experts`; 0 without a map */
+  int32_t preloaded;         /* 1: overflow rows hold what preload() laid there for this step; mode rows only */
 } ExpertCacheManage;
+
+typedef struct ExpertCachePreload {
+  int32_t *state;            /* device, as in ExpertCacheManage */
+  int32_t experts;           /* E, 2..EXPERT_CACHE_MAX_EXPERTS */
+  int32_t slots;             /* S, 1..E-1 */
+} ExpertCachePreload;
 
 /* One per-expert tensor, in a device-readable table. Expert e's record lies at
  * source + e * stride, slot s at slots + s * stride, row r at rows + r * stride. */
@@ -132,9 +139,10 @@ EXPERT_CACHE_API const char *expert_cache_architectures(void);
 /* Static text, never null. */
 EXPERT_CACHE_API const char *expert_cache_error_string(int code);
 
-/* Both enqueue on `stream` (hipStream_t, cudaStream_t; ignored on the host) and return at once. */
+/* These enqueue on `stream` (hipStream_t, cudaStream_t; ignored on the host) and return at once. */
 EXPERT_CACHE_API int expert_cache_manage(const ExpertCacheManage *args, void *stream);
 EXPERT_CACHE_API int expert_cache_gather(const ExpertCacheGather *args, void *stream);
+EXPERT_CACHE_API int expert_cache_preload(const ExpertCachePreload *args, void *stream);
 
 /* Where a pointer lives, by asking the driver: 0 device memory, 1 host memory the GPU can read,
  * 2 host memory the GPU cannot read. On the host build always 1. */

@@ -4,6 +4,7 @@
 #include "gather.h"
 #include "manage.h"
 #include "pointer_kind.h"
+#include "preload.h"
 #include "virtual_memory.h"
 
 #if !defined(EXPERT_CACHE_ARCHITECTURES)
@@ -82,6 +83,9 @@ int check(const ExpertCacheManage *args) {
   if (args->slots < 1 || args->slots >= args->experts) return EXPERT_CACHE_BAD_SLOTS;
   if (args->mode < EXPERT_CACHE_ROWS || args->mode > EXPERT_CACHE_SKIP)
     return EXPERT_CACHE_BAD_MODE;
+  if (args->preloaded < 0 || args->preloaded > 1 ||
+      (args->preloaded && args->mode != EXPERT_CACHE_ROWS))
+    return EXPERT_CACHE_BAD_MODE;
   if (const int error = check_policy(args->policy, args->decay)) return error;
   if (!is_aligned(args->state, 16) || !is_aligned(args->counters, 8) ||
       (args->counters_mirror && !is_aligned(args->counters_mirror, 8)))
@@ -89,6 +93,14 @@ int check(const ExpertCacheManage *args) {
   if (const int error = check_map(*args)) return error;
   // A step that reads through may be wider than any the kernel could serve.
   return args->mode == EXPERT_CACHE_SKIP ? EXPERT_CACHE_OK : check_ids(*args);
+}
+
+int check(const ExpertCachePreload *args) {
+  if (!args || !is_aligned(args->state, 16)) return EXPERT_CACHE_BAD_POINTER;
+  if (args->experts < 2 || args->experts > EXPERT_CACHE_MAX_EXPERTS)
+    return EXPERT_CACHE_BAD_EXPERTS;
+  if (args->slots < 1 || args->slots >= args->experts) return EXPERT_CACHE_BAD_SLOTS;
+  return EXPERT_CACHE_OK;
 }
 
 int check(const ExpertCacheGather *args) {
@@ -159,7 +171,7 @@ const char *own_error_string(int code) {
     case EXPERT_CACHE_BAD_DECAY:
       return "decay must be 1 to 65535 for lrfu, at least 1 for lfu and 0 for other policies";
     case EXPERT_CACHE_BAD_MODE:
-      return "unknown mode";
+      return "unknown mode, or preloaded is not 0, nor 1 in mode rows";
     case EXPERT_CACHE_BAD_POINTER:
       return "a pointer is null or not aligned for its type, or ids and row_ids overlap";
     case EXPERT_CACHE_BAD_TENSORS:
@@ -215,6 +227,12 @@ int expert_cache_gather(const ExpertCacheGather *args, void *stream) {
   const int threads = args->threads ? args->threads : kGatherThreads;
   return launch(expert_cache_gather_kernel, dim3(args->chunks, args->lanes), dim3(threads), stream,
                 *args);
+}
+
+int expert_cache_preload(const ExpertCachePreload *args, void *stream) {
+  if (const int error = check(args)) return error;
+  const uint32_t threads = (args->experts + 63) / 64 * 64;
+  return launch(expert_cache_preload_kernel, dim3(1), dim3(threads), stream, *args);
 }
 
 int expert_cache_pointer_kind(const void *pointer, int32_t *kind) {

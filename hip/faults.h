@@ -18,7 +18,8 @@ enum Fault {
   kAdmissionByNumber = 6,   // manage: when slots run short the score does not count
   kTruncatedIds = 7,        // manage: the upper half of an int64 id is dropped
   kFromSlotIgnored = 8,     // gather: a resident is read from the host copy
-  kRowAsId = 9              // manage: with an expert map, the row itself is stored as the id
+  kRowAsId = 9,             // manage: with an expert map, the row itself is stored as the id
+  kPreloadedForgotten = 10  // manage: a preloaded expert is fetched again, to the next free row
 };
 
 __host__ __device__ constexpr bool has_fault(Fault fault) { return EXPERT_CACHE_FAULT == fault; }

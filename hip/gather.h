@@ -103,6 +103,7 @@ expert_cache_gather_kernel(ExpertCacheGather job) {
   if (count > job.experts) count = job.experts;
   for (int32_t i = blockIdx.y; i < count; i += job.lanes) {
     const Copy copy = state.copies[i];
+    if (copy.to_row < 0) continue;  // preloaded, and to stay where it lies
     // Each tensor starts one workgroup further on, so that records of a single tile (scales,
     // biases) spread over the workgroups instead of queueing at the first.
     int chunk = blockIdx.x;

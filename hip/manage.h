@@ -90,7 +90,7 @@ __device__ __forceinline__ void admit(const ManagePlan &plan, int t, int order,
 }
 
 // Steps 6 and 7, the misses' side: the i-th admitted miss takes the i-th available slot, the k-th
-// other miss overflow row k.
+// other miss overflow row k, or the one in which it was preloaded: all misses of a step are, or none.
 __device__ __forceinline__ void place_miss(const ExpertCacheManage &job, const ManagePlan &plan,
                                            uint32_t step, int t, int order, const State &state,
                                            ManageShared &shared, ManageItem *item) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void place_miss(const ExpertCacheManage &job, const M
   if (admitted) {
     on_admitted(job, step, shared.slot_of_rank[admitted_before], item);
   } else if (job.mode == EXPERT_CACHE_ROWS) {
-    item->row = job.slots + order - admitted_before;
+    item->row = item->preloaded >= 0 ? item->preloaded : job.slots + order - admitted_before;
   }
   if (item->row < 0) return;
   state.expert_at[item->row] = t;
@@ -155,8 +155,10 @@ __device__ __forceinline__ void list_copy(const ExpertCacheManage &job, int t,
                                           int order_miss, const State &state) {
   if (job.mode == EXPERT_CACHE_SCRATCH && item.routed)
     state.copies[order_routed] = {t, item.hit ? item.row : -1, t, item.miss ? item.row : -1};
-  if (job.mode == EXPERT_CACHE_ROWS && item.miss)
-    state.copies[order_miss] = {t, -1, item.row, -1};
+  if (job.mode == EXPERT_CACHE_ROWS && item.miss) {
+    const bool there = item.preloaded >= 0 && item.preloaded == item.row;
+    state.copies[order_miss] = {t, there ? -1 : item.preloaded, there ? -1 : item.row, -1};
+  }
 }
 
 __device__ __forceinline__ ManageItem load_item(const State &state, int experts, int t) {
@@ -172,7 +174,10 @@ __device__ __forceinline__ ManageItem load_item(const State &state, int experts,
 // Steps 1, 3 and 4 for expert t; publishes what others need to know of it.
 __device__ __forceinline__ void classify(const ExpertCacheManage &job, uint32_t step, int t,
                                          ManageShared &shared, ManageItem *item) {
-  if (item->row >= job.slots && !has_fault(kStaleOverflowRow)) item->row = -1;
+  if (item->row >= job.slots && !has_fault(kStaleOverflowRow)) {
+    if (job.preloaded && !has_fault(kPreloadedForgotten)) item->preloaded = item->row;
+    item->row = -1;
+  }
   const bool resident = item->row >= 0;
   item->routed = t < job.experts && shared.routed[t];
   item->hit = item->routed && resident;
@@ -188,11 +193,16 @@ __device__ __forceinline__ void classify(const ExpertCacheManage &job, uint32_t 
 // The new state of expert t and row t, as far as placing the misses has not written it.
 __device__ __forceinline__ void store_item(const ExpertCacheManage &job, const ManagePlan &plan,
                                            bool idle, int t, int32_t row_before,
-                                           const ManageItem &item, const State &state) {
+                                           const ManageItem &item, const State &state,
+                                           const ManageShared &shared) {
   if (t >= job.experts) return;
   if (item.row != row_before) state.row_of[t] = item.row;
-  const int overflow_rows = job.mode == EXPERT_CACHE_ROWS ? plan.overflow : 0;
-  if (t >= job.slots + overflow_rows && item.occupant >= 0) state.expert_at[t] = -1;
+  if (t >= job.slots && item.occupant >= 0) {
+    const int overflow_rows = job.mode == EXPERT_CACHE_ROWS ? plan.overflow : 0;
+    const bool taken = job.preloaded ? shared.row[item.occupant] == t
+                                     : t < job.slots + overflow_rows;
+    if (!taken) state.expert_at[t] = -1;
+  }
   if (idle) return;
   state.score[t] = item.score;
   state.last[t] = item.last;
@@ -264,7 +274,7 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
     load_ids(job, i, id_total, more);
     store_row_ids(job, i, id_total, more, shared.row);
   }
-  store_item(job, plan, idle, t, row_before, item, state);
+  store_item(job, plan, idle, t, row_before, item, state, shared);
   list_copy(job, t, item, order_routed, order_miss, state);
   if (t == 0) {
     *state.copy_count = job.mode == EXPERT_CACHE_SCRATCH ? tally.routed() : tally.misses();

@@ -7,6 +7,7 @@ namespace expert_cache {
 // What work-item t knows of expert t, and of row t (its occupant).
 struct ManageItem {
   int32_t row = -1, occupant = -1;
+  int32_t preloaded = -1;  // the overflow row that already holds expert t's record
   uint32_t score = 0, last = 0;
   bool routed = false, hit = false, miss = false;
 };

@@ -5,7 +5,8 @@
 
 namespace expert_cache {
 
-// What gather does for one expert. -1: the host copy for from_slot, nowhere for to_slot.
+// What gather does for one expert. -1: the host copy for from_slot, nowhere for to_slot, nothing at
+// all for to_row.
 struct alignas(16) Copy {
   int32_t expert, from_slot, to_row, to_slot;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ def cost(plan: budget.Plan, of: list) -> int:
     shapes = {
         (c.experts, c.slot_bytes): (c.experts - plan.slots[c.name]) * c.slot_bytes for c in of
     }
-    return private + (sum(shapes.values()) if plan.overflow else 0)
+    return private + (plan.overflow + plan.preload) * sum(shapes.values())
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_with_room_for_all_the_default_is_half_and_overflow(planned):
 
 
 def test_where_the_room_is_not_known_the_default_is_taken(planned):
-    assert planned(None) == planned(10**9)
+    assert planned(None) == planned(10**9, preload="off")
 
 
 def test_a_default_that_gives_way_keeps_overflow_and_uses_the_room_to_less_than_one_slot(planned):
@@ -110,9 +111,28 @@ def test_overflow_is_set_aside_once_for_each_shape(planned):
     mixed = candidates(3, 32, 1000) + candidates(3, 16, 3000)
     plan = planned(10**9, mixed)
     needed = cost(plan, mixed)
-    assert needed == 3 * 16 * 1000 + 3 * 8 * 3000 + 16 * 1000 + 8 * 3000
+    assert needed == 3 * 16 * 1000 + 3 * 8 * 3000 + 2 * (16 * 1000 + 8 * 3000)
     assert planned(needed, mixed) == plan
-    assert planned(needed - 1, mixed) != plan
+    assert planned(needed - 1, mixed) == replace(plan, preload=False)
+    once = needed - (16 * 1000 + 8 * 3000)
+    assert planned(once, mixed) == replace(plan, preload=False)
+    assert planned(once - 1, mixed).slots != plan.slots
+
+
+def test_preload_is_the_first_to_give_way_unless_it_is_named(planned):
+    room = cost(planned(10**9, preload="off"), candidates())
+    assert planned(room) == planned(10**9, preload="off")
+    named = planned(room, preload="on")
+    assert named.preload and slots_of(named) < E // 2
+    assert cost(named, candidates()) <= room
+    assert not planned(10**9, preload="on", overflow="off").preload
+    assert not planned(10**9, candidates(layers=1)).preload
+    assert planned(None, preload="on").preload
+
+
+@pytest.mark.parametrize("room, preload", [(0, False), (10**9, True)])
+def test_a_budget_and_overflow_that_are_named_leave_preload_to_the_room(planned, room, preload):
+    assert planned(room, slots=5, overflow="on").preload == preload
 
 
 def test_a_budget_that_pays_for_no_slot_is_an_error(planned):

@@ -97,8 +97,8 @@ def test_control_a_wrong_expert_changes_the_output(pair, monkeypatch, method):
     uncached, cached, armed = pair(method)
     run = armed.cache.run
 
-    def confused(ids, mode):
-        rows = run(ids, mode)
+    def confused(ids, *how):
+        rows = run(ids, *how)
         return rows.flip(-1)  # each expert of a token with the weight of the other
 
     monkeypatch.setattr(armed.cache, "run", confused)

@@ -12,6 +12,7 @@ from bench.timing import captured
 from expert_cache_shim.discovery import ExpertTensors
 from expert_cache_shim.layer import ROWS, SCRATCH, ExpertCache
 from expert_cache_shim.policy import COUNTERS, Reference
+from expert_cache_shim.preload import IDS_PER_EXPERT, Preloader
 from expert_cache_shim.settings import Settings
 from expert_cache_shim.storage import Allocator
 
@@ -22,8 +23,9 @@ class CachedLayer:
     """An ExpertCache over pinned tensors: two large ones, a scale of 2 bytes, an odd bias."""
 
     def __init__(
-        self, library, device, kind: str, policy: str = "lrfu", allocator: Allocator | None = None
-    ) -> None:
+        self, library, device, kind: str, policy: str = "lrfu",
+        allocator: Allocator | None = None, region: int = 0,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(5)
         self.tensors = ExpertTensors(EXPERTS)
         for shape in ((96, 1024), (1024, 48), (1,), (37,)):
@@ -31,7 +33,7 @@ class CachedLayer:
             self.tensors.add(values.pin_memory(), name=f"w13_{shape}")
         allocator = allocator or Allocator(library, device)
         if kind == "virtual":
-            storage = allocator.virtual(self.tensors, SLOTS)
+            storage = allocator.virtual(self.tensors, SLOTS, region)
         else:
             storage = allocator.plain(self.tensors, SLOTS, scratch=True)
         self.cache = ExpertCache(library, storage, EXPERTS, SLOTS, Settings(policy=policy))
@@ -119,6 +121,50 @@ def test_an_interleaved_layer_does_not_harm_slots(library, device):
     for first, second in zip(steps(4, [1, 32] * 10), steps(5, [32, 1] * 10)):
         layers[0].step(first)
         layers[1].step(second)
+
+
+def a_pass(layers: list[CachedLayer], preloader: Preloader, ids: np.ndarray, ahead: bool) -> None:
+    """One step of all layers in turn, nothing waited for until the end, then checked."""
+    on_device = torch.from_numpy(ids).to(layers[0].device)
+    work = torch.randn(2048, 2048, device=layers[0].device)
+    read = []
+    for layer, following in zip(layers, [*layers[1:], None]):
+        rows = layer.cache.run(on_device, ROWS, preloader.finish(layer.cache))
+        if following is not None and ahead:
+            preloader.start(following.cache, on_device)
+        work = torch.tanh(work @ work)  # the next layer's records arrive meanwhile
+        where = rows.flatten().long()
+        read.append([place.slots[where] for place in layer.cache.storage.placements])
+    experts = torch.from_numpy(ids.ravel()).long()
+    for layer, records in zip(layers, read):
+        for place, found in zip(layer.cache.storage.placements, records):
+            if not torch.equal(found.cpu(), place.source.tensor[experts]):
+                raise Difference(f"{place.source.label}: a row holds the wrong record")
+
+
+def test_layers_that_are_fetched_ahead_read_their_own_records(library, device, monkeypatch):
+    allocator, preloader = Allocator(library, device), Preloader(device)
+    layers = [
+        CachedLayer(library, device, "virtual", allocator=allocator, region=number % 2)
+        for number in range(4)
+    ]
+    preloaded = []
+    original = ExpertCache.preload
+    monkeypatch.setattr(
+        ExpertCache, "preload", lambda cache, stream: preloaded.append(original(cache, stream))
+    )
+    wide = IDS_PER_EXPERT * EXPERTS // TOP_K
+    for ids in steps(8, [wide, wide, 1, wide, 16] * 5):
+        a_pass(layers, preloader, ids, ahead=len(ids) == wide)
+    assert len(preloaded) == 3 * 15
+    # The control: with one set of overflow rows for all, a layer reads what is not its own.
+    alike = [CachedLayer(library, device, "virtual", allocator=allocator) for _ in range(4)]
+    for layer in alike[1::2]:
+        for entry in layer.tensors:
+            entry.tensor.neg_()
+    with pytest.raises(Difference, match="wrong record"):
+        for ids in steps(8, [wide] * 5):
+            a_pass(alike, preloader, ids, ahead=True)
 
 
 def test_a_wrong_record_is_noticed(layer):

@@ -10,6 +10,7 @@ from expert_cache_shim.native import (
     UINT32,
     Library,
     Manage,
+    Preload,
     state_words,
 )
 from expert_cache_shim.policy import CODES, COUNTERS, MODES, Reference
@@ -75,13 +76,24 @@ class ComparedLayer:
         args.id_type = ID_TYPES[ids.dtype]
         args.mode = MODES[mode]
 
-    def step(self, ids: np.ndarray, mode: str = "rows") -> np.ndarray:
+    def preload(self) -> None:
+        reference = self.reference
+        self.library.preload(
+            Preload(state=self.state.address, experts=reference.experts, slots=reference.slots)
+        )
+        reference.preload()
+        self._compare_state("preload")
+        if not self.state.guards_intact():
+            raise Difference(f"{self._where('preload')}: a store outside the state")
+
+    def step(self, ids: np.ndarray, mode: str = "rows", preloaded: bool = False) -> np.ndarray:
         """One layer-step over `[rows, columns]` ids of any strides; the kernel's row ids."""
         row_ids = Guarded(ids.shape, ids.dtype.type)
         untouched = row_ids.array.copy()
         self.set_ids(ids, row_ids, mode)
+        self.args.preloaded = preloaded
         self.library.manage(self.args)
-        expected = self.reference.step(ids, mode)
+        expected = self.reference.step(ids, mode, preloaded)
         self._equal("row_ids", row_ids.array, untouched if expected is None else expected, mode)
         self._compare_state(mode)
         buffers = [row_ids, self.state, self.counters, *([self.mirror] if self.mirror else [])]
@@ -105,7 +117,7 @@ class ComparedLayer:
         self._equal("copies", copies[: len(reference.copies)], reference.copies, mode)
         counters = list(reference.counters.values())
         self._equal("counters", self.counters.array, counters, mode)
-        if self.mirror:
+        if self.mirror and mode != "preload":  # which stores none
             self._equal("counters_mirror", self.mirror.array, counters, mode)
 
     def _equal(self, field: str, found: np.ndarray, expected: object, mode: str) -> None:

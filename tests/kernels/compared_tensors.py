@@ -107,6 +107,8 @@ class ComparedTensors:
             return after[id(buffer)][start : start + buffer.array.size]
 
         for expert, from_slot, to_row, to_slot in copies:
+            if to_row < 0:
+                continue
             taken = _record(source, shape, expert)
             if from_slot >= 0:
                 taken = _record(old, shape, from_slot)

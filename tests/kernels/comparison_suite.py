@@ -31,6 +31,9 @@ def compare_manage(library: Library, policy: str) -> None:
         for kind in routing.KINDS.values():
             for ids in islice(kind(generator, experts), 10):
                 layer.step(ids, generator.choice(["rows", "scratch"]))
+        for ids in islice(routing.KINDS["random"](generator, experts), 10):
+            layer.preload()
+            layer.step(ids, preloaded=True)
         dirty = generator.integers(0, experts, (4, 4)) + (generator.integers(0, 2, (4, 4)) << 32)
         layer.step(dirty)
 

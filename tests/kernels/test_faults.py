@@ -24,6 +24,7 @@ FAULTS = {
     7: "int64 ids read as int32",
     8: "from_slot ignored",
     9: "row stored as the id",
+    10: "preloaded rows forgotten",
 }
 
 

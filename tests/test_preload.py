@@ -1,0 +1,161 @@
+"""Fetching the next layer's experts ahead: equal output, and that it happens only when it may."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from synthetic import Model, RoutedExperts, call, load, methods, routing
+
+from expert_cache_shim import layer as layer_module
+from expert_cache_shim.native import KernelError
+from expert_cache_shim.preload import IDS_PER_EXPERT
+
+pytest_plugins = ["synthetic.fixtures"]
+
+E, SLOTS, LAYERS = 8, 3, 4
+WIDE = IDS_PER_EXPERT * E // 2  # tokens of two experts each
+
+
+@pytest.fixture
+def preloads(monkeypatch):
+    """The caches that were preloaded, in order."""
+    called = []
+    original = layer_module.ExpertCache.preload
+
+    def preload(cache, stream):
+        called.append(cache)
+        original(cache, stream)
+
+    monkeypatch.setattr(layer_module.ExpertCache, "preload", preload)
+    return called
+
+
+@pytest.fixture
+def models(arm, settings):
+    """Two equal models, and the caches of the second one's layers."""
+
+    def make(preload="on", slots=SLOTS, **options):
+        settings(preload=preload, slots=slots, storage="virtual")
+        uncached, cached = (
+            load(
+                Model(
+                    *(
+                        RoutedExperts(methods.Int8ChannelMoEMethod, seed=n, **options)
+                        for n in range(LAYERS)
+                    )
+                )
+            )
+            for _ in range(2)
+        )
+        report = arm(cached)
+        assert [str(refusal) for _, refusal in report.refused] == []
+        return uncached.routed, cached.routed, report.armed
+
+    return make
+
+
+def inputs_of(layers, tokens_of_steps):
+    random = torch.Generator().manual_seed(5)
+    return [routing(layers[0], tokens, random) for tokens in tokens_of_steps]
+
+
+def assert_equal_pass(uncached, cached, inputs, but=()):
+    for number, (one, other) in enumerate(zip(uncached, cached, strict=True)):
+        if number not in but:
+            assert torch.equal(call(other, *inputs), call(one, *inputs)), number
+
+
+def test_wide_steps_fetch_ahead_and_the_output_is_the_same(models, preloads):
+    uncached, cached, armed = models()
+    for inputs in inputs_of(uncached, [1, WIDE, 2, WIDE, WIDE + 50, 1]):
+        assert_equal_pass(uncached, cached, inputs)
+    after_the_first = [layer.cache for layer in armed[1:]]
+    assert preloads == 3 * after_the_first
+
+
+def test_a_preloaded_step_copies_nothing_from_the_host(models):
+    uncached, cached, armed = models()
+    for inputs in inputs_of(uncached, [WIDE, WIDE]):
+        assert_equal_pass(uncached, cached, inputs)
+    for number, layer in enumerate(armed):
+        count = int(layer.cache.state[1])
+        copies = layer.cache.state[-4 * E :].view(E, 4)[:count]
+        from_host = (copies[:, 1] < 0) & (copies[:, 2] >= 0)
+        assert int(from_host.sum()) == (0 if number else E - SLOTS)
+
+
+def test_control_the_rows_that_were_preloaded_are_the_rows_that_are_read(models, monkeypatch):
+    uncached, cached, _ = models()
+    warm, inputs = inputs_of(uncached, [WIDE, WIDE])
+    assert_equal_pass(uncached, cached, warm)
+    original = layer_module.ExpertCache.preload
+
+    def preload(cache, stream):
+        original(cache, stream)
+        for placement in cache.storage.placements:
+            placement.slots[SLOTS:].zero_()
+
+    monkeypatch.setattr(layer_module.ExpertCache, "preload", preload)
+    assert torch.equal(call(cached[0], *inputs), call(uncached[0], *inputs))
+    assert not torch.equal(call(cached[1], *inputs), call(uncached[1], *inputs))
+
+
+def test_a_layer_that_is_passed_over_does_not_disturb_the_others(models, preloads):
+    uncached, cached, _ = models()
+    steps = inputs_of(uncached, [WIDE, WIDE, WIDE, 1, WIDE])
+    for number, inputs in enumerate(steps):
+        assert_equal_pass(uncached, cached, inputs, but=(number % LAYERS,))
+    assert preloads
+
+
+def test_a_model_that_stops_half_way_may_start_again(models):
+    uncached, cached, _ = models()
+    for inputs in inputs_of(uncached, [WIDE, WIDE, 2, WIDE]):
+        assert_equal_pass(uncached, cached, inputs, but=(2, 3))
+        assert_equal_pass(uncached, cached, inputs)
+
+
+def test_narrow_steps_fetch_nothing_ahead(models, preloads):
+    uncached, cached, _ = models()
+    for inputs in inputs_of(uncached, [1, 40, WIDE - 1]):
+        assert_equal_pass(uncached, cached, inputs)
+    assert not preloads
+
+
+@pytest.mark.parametrize("preload", ["off", "auto"])
+def test_off_and_the_default_on_a_cpu_fetch_nothing_ahead(models, preloads, preload):
+    uncached, cached, armed = models(preload)
+    assert_equal_pass(uncached, cached, inputs_of(uncached, [WIDE])[0])
+    assert not preloads
+    assert sum(bool(layer.cache.storage.shared) for layer in armed) == 1
+
+
+def test_it_takes_overflow_rows_twice(models):
+    _, _, armed = models()
+    shared = [layer.cache.storage.shared for layer in armed]
+    assert shared[0] == shared[1] > 0
+    assert shared[2:] == [0, 0]
+
+
+def test_a_layer_given_back_is_not_fetched_for(models, preloads):
+    uncached, cached, armed = models()
+    armed[2].remove()
+    for inputs in inputs_of(uncached, [WIDE, WIDE]):
+        assert_equal_pass(uncached, cached, inputs)
+    assert armed[2].cache not in preloads
+    assert armed[3].cache not in preloads
+    assert armed[1].cache in preloads
+
+
+def test_a_launch_that_fails_ends_it_and_serving_goes_on(models, monkeypatch, caplog):
+    uncached, cached, armed = models()
+
+    def fail(*args):
+        raise KernelError("expert_cache_preload", 1, "no such thing")
+
+    monkeypatch.setattr(type(armed[0].cache.library), "preload", fail)
+    for inputs in inputs_of(uncached, [WIDE, WIDE]):
+        assert_equal_pass(uncached, cached, inputs)
+    messages = [r.getMessage() for r in caplog.records if "no longer fetched ahead" in r.message]
+    assert len(messages) == 1
+    assert all(layer.installed for layer in armed)
