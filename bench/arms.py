@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What an arm decides for itself, whatever the environment says.
 DECIDED = {
     f"EXPERT_CACHE_{name}"
-    for name in ("DISABLE", "SLOTS", "GIB", "FRACTION", "POLICY", "STORAGE", "SNAPSHOT")
+    for name in ("DISABLE", "SLOTS", "GIB", "FRACTION", "POLICY", "STORAGE", "PRELOAD", "SNAPSHOT")
 }
 
 # More than any model here has: vLLM offloads every expert and nothing else.
@@ -30,31 +30,35 @@ class Arm:
 
     @property
     def cached(self) -> bool:
-        return "EXPERT_CACHE_SLOTS" in self.environment
+        return "EXPERT_CACHE_DISABLE" not in self.environment
 
 
 def parse(name: str) -> Arm:
-    """`resident`, `uncached`, or `cache-SLOTS` with a policy, a storage or both after it, as in
-    `cache-64-lru-plain`. Raises ValueError for anything else."""
+    """`resident`, `uncached`, or `cache-SLOTS` with a policy, a storage or `nopreload` after it, as
+    in `cache-64-lru-plain`. SLOTS is a number, or `auto` for the cache's own choice. Raises
+    ValueError for anything else."""
     if name == "resident":
         return Arm(name, {}, {"EXPERT_CACHE_DISABLE": "1"})
     if name == "uncached":
         return Arm(name, OFFLOAD, {"EXPERT_CACHE_DISABLE": "1"})
     kind, *words = name.split("-")
-    if kind != "cache" or not words or not words[0].isdigit():
+    if kind != "cache" or not words or not (words[0].isdigit() or words[0] == "auto"):
         raise ValueError(
-            f"arm {name!r}: allowed are resident, uncached and cache-SLOTS[-POLICY][-STORAGE]"
+            f"arm {name!r}: allowed are resident, uncached and "
+            "cache-SLOTS[-POLICY][-STORAGE][-nopreload]"
         )
-    environment = {"EXPERT_CACHE_SLOTS": words[0]}
+    environment = {} if words[0] == "auto" else {"EXPERT_CACHE_SLOTS": words[0]}
     for word in words[1:]:
         if word in POLICIES:
             environment["EXPERT_CACHE_POLICY"] = word
         elif word in STORAGES:
             environment["EXPERT_CACHE_STORAGE"] = word
+        elif word == "nopreload":
+            environment["EXPERT_CACHE_PRELOAD"] = "off"
         else:
             raise ValueError(
-                f"arm {name!r}: {word!r} is no policy ({', '.join(POLICIES)}) and no storage "
-                f"({', '.join(STORAGES)})"
+                f"arm {name!r}: {word!r} is no policy ({', '.join(POLICIES)}), no storage "
+                f"({', '.join(STORAGES)}) and not nopreload"
             )
     return Arm(name, OFFLOAD, environment)
 

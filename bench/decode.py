@@ -76,7 +76,8 @@ def main() -> None:
     )
     parser.add_argument(
         "--arms", nargs="+", default=ARMS,
-        help="resident, uncached, cache-SLOTS[-POLICY][-STORAGE]; default: " + " ".join(ARMS),
+        help="resident, uncached, cache-SLOTS[-POLICY][-STORAGE][-nopreload]; default: "
+        + " ".join(ARMS),
     )  # fmt: skip
     parser.add_argument("--streams", nargs="*", type=int, default=[1, 4, 16, 32])
     parser.add_argument("--prefill", nargs="*", type=int, default=[512, 2048, 8192])

@@ -3,9 +3,9 @@
     python -m bench.fits --output fits.json
 
 Three arms: everything resident (must fail), offloaded, and offloaded with the cache. The cap is
-`gpu_memory_utilization`, and for torch's own allocator a hard limit beside it. The cached arm also
-serves a full batch at full context while the device memory in use is watched, and counts decode
-misses just after a long prompt and without it.
+`gpu_memory_utilization`, and for torch's own allocator a hard limit beside it. Each arm also
+serves a full batch at full context while the device memory in use is watched, and the cached one
+counts decode misses just after a long prompt and without it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ def tasks(arm: arms.Arm, arguments: argparse.Namespace) -> list[dict]:
     ]  # fmt: skip
     found.append({"name": "prefill-2048", "kind": "prefill", "tokens": 2048, "repeats": 2})
     if arm.cached:
-        found += [
-            {"name": "after-prefill", "kind": "after_prefill", "tokens": arguments.prompt,
-             "warm": 128, "steps": 64},
-            {"name": "full-batch", "kind": "full_batch", "streams": arguments.batch,
-             "length": arguments.context},
-        ]  # fmt: skip
+        found.append({"name": "after-prefill", "kind": "after_prefill",
+                      "tokens": arguments.prompt, "warm": 128, "steps": 64})  # fmt: skip
+    found.append({"name": "full-batch", "kind": "full_batch", "streams": arguments.batch,
+                  "length": arguments.context})  # fmt: skip
     return found
 
 

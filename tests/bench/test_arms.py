@@ -26,6 +26,12 @@ def test_a_cached_arm_offloads_as_the_uncached_one_does():
     }
 
 
+def test_slots_may_be_left_to_the_cache_and_preload_be_off():
+    arm = arms.parse("cache-auto-nopreload")
+    assert arm.cached
+    assert arm.environment == {"EXPERT_CACHE_PRELOAD": "off"}
+
+
 @pytest.mark.parametrize("name", ["", "cached-64", "cache", "cache-", "cache-x", "cache-64-mru"])
 def test_another_name_is_an_error_that_names_it(name):
     with pytest.raises(ValueError, match=f"arm '{name}'"):
