@@ -2,7 +2,7 @@
 
 from engine import IN_PROCESS, Job, run, shim, snapshots_of, total
 
-LONG = " ".join(f"{word} {number}" for number in range(150) for word in ("expert", "token"))
+LONG = " ".join(f"{word} {number}" for number in range(80) for word in ("expert", "token"))
 PROMPTS = (LONG, "hello world", LONG[::-1])
 MAX_TOKENS = (8, 24, 8)
 
@@ -10,7 +10,7 @@ MAX_TOKENS = (8, 24, 8)
 def test_tokens_are_those_of_vllm_alone(folder, checkpoint, environment):
     """On a CPU nothing runs at the same time: what is fetched, and where it lies, is the same."""
     model = checkpoint("qwen3_moe")
-    engine = {"max_model_len": 4096, "max_num_batched_tokens": 4096}
+    engine = {"max_model_len": 2048, "max_num_batched_tokens": 4096}
     jobs = [
         Job(model, engine, settings, ("preload_counter",), prompts=PROMPTS, max_tokens=MAX_TOKENS)
         for settings in ({"EXPERT_CACHE_DISABLE": "1"}, {"EXPERT_CACHE_DISABLE": ""})
