@@ -137,8 +137,8 @@ def _run_plain(words: list[str]) -> int:
         of_group = sub.add_subparsers(metavar="COMMAND", required=True)
         for command in commands:
             _add_plain_command(of_group, command, group)
-    if not words:
-        parser.print_help()
+    if not words or (words[1:] == [] and words[0] in GROUPS):
+        (choices.choices[words[0]] if words else parser).print_help()
         return 2
     if not words[0].startswith("-") and words[0] not in choices.choices:
         print(
