@@ -145,16 +145,19 @@ class DeviceTensors:
         """A state that holds these copies, `[n, 4]`, and nothing else of use."""
         words = np.zeros(native.state_words(self.experts), np.int32)
         words[1] = len(copies)
+        words[2] = np.count_nonzero(copies[:, 1] < 0)
         words[native.STATE_HEADER + 4 * self.experts :][: copies.size] = copies.ravel()
         return torch.from_numpy(words).to(self.device)
 
     def gather(
-        self, state: torch.Tensor, chunks: int = 16, lanes: int = 1, threads: int = 0
-    ) -> None:
+        self, state: torch.Tensor, chunks: int = 16, lanes: int = 1, threads: int = 0,
+        device_lanes: int = 0,
+    ) -> None:  # fmt: skip
         """Enqueues the copies of a state on the current stream."""
         args = native.Gather(
             tensors=self.table.data_ptr(), state=state.data_ptr(), tensor_count=len(self.rows),
-            experts=self.experts, chunks=chunks, lanes=lanes, threads=threads,
+            experts=self.experts, chunks=chunks, lanes=lanes, device_lanes=device_lanes,
+            threads=threads,
         )  # fmt: skip
         self.library.gather(args, stream_handle(self.device))
 

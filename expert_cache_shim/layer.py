@@ -30,7 +30,7 @@ from .native import (
     Preload,
 )
 from .preload import Preloader
-from .settings import Settings
+from .settings import MAX_GATHER_WORKGROUPS, Settings
 from .storage import Storage
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.expert_cache")
 
 ROWS, SCRATCH, SKIP = (policy.MODES[name] for name in ("rows", "scratch", "skip"))
+# Hits that are copied to the scratch at the same time, beside the records from the host.
+DEVICE_LANES = 8
 ID_TYPES = {torch.int32: INT32, torch.int64: INT64, torch.uint32: UINT32}
 
 
@@ -187,7 +189,8 @@ class ExpertCache:
             mode: Gather(
                 tensors=table.data_ptr(), state=self.state.data_ptr(),
                 tensor_count=len(storage.placements), experts=experts,
-                chunks=settings.chunks, lanes=settings.lanes, threads=0,
+                chunks=settings.chunks, lanes=settings.lanes,
+                device_lanes=_device_lanes(settings) if mode == SCRATCH else 0, threads=0,
             )
             for mode, table in self._tables.items()
         }  # fmt: skip
@@ -263,6 +266,10 @@ class ExpertCache:
         if self.device.type != "cuda":
             return 0
         return torch.cuda.current_stream(self.device).cuda_stream
+
+
+def _device_lanes(settings: Settings) -> int:
+    return min(DEVICE_LANES, MAX_GATHER_WORKGROUPS // settings.chunks - settings.lanes)
 
 
 class ArmedLayer:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from .installation import build_command
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 BACKENDS = ("hip", "cuda", "host")
 
 STATE_HEADER = 8  # int32 words before row_of[E], expert_at[E], score[E], last[E], copies[E][4]
@@ -87,6 +87,7 @@ class Gather(ctypes.Structure):
         ("experts", c_int32),
         ("chunks", c_int32),
         ("lanes", c_int32),
+        ("device_lanes", c_int32),
         ("threads", c_int32),
     ]
 

@@ -163,7 +163,7 @@ class Reference:
             self._lay_in_overflow_rows(refused, laid[refused])
             self.copies = self._copies_to_rows(misses, laid[misses])
         else:
-            self.copies = self._copies_to_scratch(np.flatnonzero(routed), hit)
+            self.copies = self._copies_to_scratch(misses, np.flatnonzero(hit))
 
         self._count(
             steps=1,
@@ -265,11 +265,10 @@ class Reference:
         copies[:, 2] = np.where(stays, -1, self.row_of[misses])
         return copies
 
-    def _copies_to_scratch(self, routed: np.ndarray, hit: np.ndarray) -> np.ndarray:
-        resident_before = hit[routed]
-        row = self.row_of[routed]
+    def _copies_to_scratch(self, misses: np.ndarray, hits: np.ndarray) -> np.ndarray:
+        routed = np.concatenate((misses, hits))
         copies = np.full((len(routed), 4), -1, np.int32)
         copies[:, 0] = copies[:, 2] = routed
-        copies[:, 1] = np.where(resident_before, row, -1)
-        copies[:, 3] = np.where(resident_before, -1, row)
+        copies[: len(misses), 3] = self.row_of[misses]
+        copies[len(misses) :, 1] = self.row_of[hits]
         return copies

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever a struct, an enum or a function below changes. */
-#define EXPERT_CACHE_ABI_VERSION 3
+#define EXPERT_CACHE_ABI_VERSION 4
 
 #define EXPERT_CACHE_MAX_EXPERTS 1024
 #define EXPERT_CACHE_MAX_IDS 524288
@@ -27,7 +27,8 @@ extern "C" {
 #define EXPERT_CACHE_MAX_TENSORS 256
 
 /* Layout of a layer's state: int32 words, all in one device allocation.
- *   [0] step (uint32)   [1] number of copies   [2..7] reserved, zero
+ *   [0] step (uint32)   [1] number of copies   [2] how many of them, the first ones,
+ *   belong to misses   [3..7] reserved, zero
  *   then row_of[E], expert_at[E], score[E] (uint32), last[E] (uint32), copies[E][4]
  * A fresh state is zero except row_of and expert_at, which are -1. */
 #define EXPERT_CACHE_STATE_HEADER 8
@@ -127,7 +128,10 @@ typedef struct ExpertCacheGather {
   int32_t tensor_count;      /* 1..EXPERT_CACHE_MAX_TENSORS */
   int32_t experts;           /* E: bounds the copies and places the list in the state */
   int32_t chunks;            /* workgroups that share one record, 1..4096 */
-  int32_t lanes;             /* records copied at once, 1..4096; chunks * lanes <= 65535 */
+  int32_t lanes;             /* records copied at once, 1..4096 */
+  int32_t device_lanes;      /* 0: the lanes make all copies. 1..4096: they make those of misses, and so
+                                many more lanes those of hits, slot to scratch, meanwhile.
+                                chunks * (lanes + device_lanes) <= 65535 */
   int32_t threads;           /* per workgroup: 64, 128, 256, 512 or 1024; 0 = the build's default */
 } ExpertCacheGather;
 

@@ -111,7 +111,9 @@ int check(const ExpertCacheGather *args) {
   if (args->experts < 2 || args->experts > EXPERT_CACHE_MAX_EXPERTS)
     return EXPERT_CACHE_BAD_EXPERTS;
   const bool grid = args->chunks >= 1 && args->chunks <= 4096 && args->lanes >= 1 &&
-                    args->lanes <= 4096 && args->chunks * args->lanes <= 65535;
+                    args->lanes <= 4096 && args->device_lanes >= 0 &&
+                    args->device_lanes <= 4096 &&
+                    args->chunks * (args->lanes + args->device_lanes) <= 65535;
   switch (args->threads) {
     case 0:
     case 64:
@@ -177,8 +179,8 @@ const char *own_error_string(int code) {
     case EXPERT_CACHE_BAD_TENSORS:
       return "the number of tensors must be 1 to 256";
     case EXPERT_CACHE_BAD_GRID:
-      return "chunks and lanes must be 1 to 4096, their product at most 65535, and threads 0, 64, "
-             "128, 256, 512 or 1024";
+      return "chunks and lanes must be 1 to 4096, device_lanes 0 to 4096, chunks times all lanes at "
+             "most 65535, and threads 0, 64, 128, 256, 512 or 1024";
     case EXPERT_CACHE_BAD_SIZE:
       return "a byte count or a number of memories is zero, too large or not a multiple of the "
              "granularity";
@@ -225,8 +227,8 @@ int expert_cache_manage(const ExpertCacheManage *args, void *stream) {
 int expert_cache_gather(const ExpertCacheGather *args, void *stream) {
   if (const int error = check(args)) return error;
   const int threads = args->threads ? args->threads : kGatherThreads;
-  return launch(expert_cache_gather_kernel, dim3(args->chunks, args->lanes), dim3(threads), stream,
-                *args);
+  const dim3 grid(args->chunks, args->lanes + args->device_lanes);
+  return launch(expert_cache_gather_kernel, grid, dim3(threads), stream, *args);
 }
 
 int expert_cache_preload(const ExpertCachePreload *args, void *stream) {

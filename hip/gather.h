@@ -2,7 +2,8 @@
 //
 // Workgroup (x, y) of a grid of chunks x lanes takes every lanes-th copy, and every chunks-th tile
 // of each of its records. A few workgroups with many loads in flight fill a PCIe link and leave
-// the rest of the GPU to others.
+// the rest of the GPU to others. Copies from slot to scratch can have lanes of their own, so that
+// the link does not wait for them.
 #pragma once
 #include "faults.h"
 #include "state.h"
@@ -99,9 +100,18 @@ __device__ __forceinline__ void copy_expert(const ExpertCacheTensor &tensor, con
 extern "C" __global__ void __launch_bounds__(1024)
 expert_cache_gather_kernel(ExpertCacheGather job) {
   const State state(const_cast<int32_t *>(job.state), job.experts);
-  int32_t count = *state.copy_count;
-  if (count > job.experts) count = job.experts;
-  for (int32_t i = blockIdx.y; i < count; i += job.lanes) {
+  int32_t first = blockIdx.y, end = *state.copy_count, lanes = job.lanes;
+  if (job.device_lanes > 0) {
+    const int32_t misses = *state.miss_count;
+    if (first < lanes) {
+      end = misses;
+    } else {
+      first += misses - lanes;
+      lanes = job.device_lanes;
+    }
+  }
+  if (end > job.experts) end = job.experts;
+  for (int32_t i = first; i < end; i += lanes) {
     const Copy copy = state.copies[i];
     if (copy.to_row < 0) continue;  // preloaded, and to stay where it lies
     // Each tensor starts one workgroup further on, so that records of a single tile (scales,

@@ -149,12 +149,13 @@ __device__ __forceinline__ void update_counter(const ExpertCacheManage &job, int
   if (job.counters_mirror) job.counters_mirror[t] = value;
 }
 
-// Step 8: the copy, if any, that expert t needs.
+// Step 8: the copy, if any, that expert t needs. Those of misses come first.
 __device__ __forceinline__ void list_copy(const ExpertCacheManage &job, int t,
-                                          const ManageItem &item, int order_routed,
+                                          const ManageItem &item, int order_hit, int misses,
                                           int order_miss, const State &state) {
-  if (job.mode == EXPERT_CACHE_SCRATCH && item.routed)
-    state.copies[order_routed] = {t, item.hit ? item.row : -1, t, item.miss ? item.row : -1};
+  if (job.mode == EXPERT_CACHE_SCRATCH && item.miss) state.copies[order_miss] = {t, -1, t, item.row};
+  if (job.mode == EXPERT_CACHE_SCRATCH && item.hit)
+    state.copies[misses + order_hit] = {t, item.row, t, -1};
   if (job.mode == EXPERT_CACHE_ROWS && item.miss) {
     const bool there = item.preloaded >= 0 && item.preloaded == item.row;
     state.copies[order_miss] = {t, there ? -1 : item.preloaded, there ? -1 : item.row, -1};
@@ -258,8 +259,9 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
   shared.tallies.add_up(groups, t, &tally, &before);
   const ManagePlan plan(tally, slots);
   const bool idle = tally.routed() == 0;  // then nothing of step 4 is kept
-  const int order_routed = before.routed() + count_before(shared.tallies.routed[t / kGroup], t);
   const int order_miss = before.misses() + count_before(shared.tallies.misses[t / kGroup], t);
+  const int order_hit =
+      before.routed() + count_before(shared.tallies.routed[t / kGroup], t) - order_miss;
   const int surplus = tally.protected_residents() - 4 * slots / 5;
   if (job.policy == EXPERT_CACHE_SLRU && surplus > 0) {
     demote_protected(slots, surplus, t, item.occupant, shared, &slot_key);
@@ -275,9 +277,10 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
     store_row_ids(job, i, id_total, more, shared.row);
   }
   store_item(job, plan, idle, t, row_before, item, state, shared);
-  list_copy(job, t, item, order_routed, order_miss, state);
+  list_copy(job, t, item, order_hit, tally.misses(), order_miss, state);
   if (t == 0) {
     *state.copy_count = job.mode == EXPERT_CACHE_SCRATCH ? tally.routed() : tally.misses();
+    *state.miss_count = tally.misses();
     if (!idle) *state.step = step;
   }
   update_counter(job, t, counter, tally, plan);

@@ -36,7 +36,7 @@ expert_cache_preload_kernel(ExpertCachePreload job) {
   // With an empty slot there are more absent experts than overflow rows: fetch as usual, which
   // fills the slots.
   const bool fits = absent == experts - slots;
-  if (t == 0) *state.copy_count = fits ? absent : 0;
+  if (t == 0) *state.copy_count = *state.miss_count = fits ? absent : 0;
   if (t >= experts) return;
   if (!fits) {
     if (!resident && row >= 0) state.row_of[t] = -1;

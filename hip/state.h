@@ -14,6 +14,7 @@ struct alignas(16) Copy {
 struct State {
   uint32_t *step;
   int32_t *copy_count;
+  int32_t *miss_count;  // of the copies, those of misses, which come first
   int32_t *row_of;
   int32_t *expert_at;
   uint32_t *score;
@@ -23,6 +24,7 @@ struct State {
   __device__ __forceinline__ State(int32_t *words, int experts)
       : step(reinterpret_cast<uint32_t *>(words)),
         copy_count(words + 1),
+        miss_count(words + 2),
         row_of(words + EXPERT_CACHE_STATE_HEADER),
         expert_at(row_of + experts),
         score(reinterpret_cast<uint32_t *>(expert_at + experts)),

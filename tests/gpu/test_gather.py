@@ -17,15 +17,16 @@ def test_records_of_any_size_in_one_launch(library, device, grid, count):
     tensors.check(copies, **dict(zip(("chunks", "lanes", "threads"), grid)))
 
 
-def test_a_scratch_is_filled_from_host_and_slots(library, device):
+@pytest.mark.parametrize("device_lanes", [0, 1, 8])
+def test_a_scratch_is_filled_from_host_and_slots(library, device, device_lanes):
     tensors = DeviceTensors(library, 24, RECORDS, device, scratch=True)
     generator = np.random.default_rng(1)
     copies = copies_to_rows(generator, 24, 18)
     copies[:, 2] = copies[:, 0]
     slots = generator.permutation(24)
-    copies[0::3, 1] = slots[0:18:3]  # residents, from their slots
-    copies[1::3, 3] = slots[1:18:3]  # missed and admitted: to scratch and slot
-    tensors.check(copies)
+    copies[12:, 1] = slots[12:18]  # residents, from their slots
+    copies[1:12:2, 3] = slots[1:12:2]  # missed and admitted: to scratch and slot
+    tensors.check(copies, device_lanes=device_lanes)
 
 
 def test_records_of_megabytes(library, device):

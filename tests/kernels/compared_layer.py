@@ -107,7 +107,9 @@ class ComparedLayer:
         header = words[:STATE_HEADER]
         self._equal("step", header[:1].view(np.uint32), [reference.step_number], mode)
         self._equal("number of copies", header[1], len(reference.copies), mode)
-        self._equal("reserved words", header[2:], [0] * 6, mode)
+        misses = int((reference.copies[:, 1] < 0).sum()) if mode == "scratch" else header[1]
+        self._equal("copies of misses", header[2], misses, mode)
+        self._equal("reserved words", header[3:], [0] * 5, mode)
         fields = words[STATE_HEADER : STATE_HEADER + 4 * experts].reshape(4, experts)
         self._equal("row_of", fields[0], reference.row_of, mode)
         self._equal("expert_at", fields[1], reference.expert_at, mode)

@@ -65,7 +65,9 @@ class ComparedTensors:
         """The same host copy and slots, with the slots' buffers as rows."""
         return ComparedTensors(self.experts, self.shapes, self.sources, self.slots, self.slots)
 
-    def arguments(self, state: Guarded, chunks: int, lanes: int, threads: int) -> Gather:
+    def arguments(
+        self, state: Guarded, chunks: int, lanes: int, threads: int, device_lanes: int = 0
+    ) -> Gather:
         return Gather(
             tensors=ctypes.addressof(self.table),
             state=state.address,
@@ -73,17 +75,18 @@ class ComparedTensors:
             experts=self.experts,
             chunks=chunks,
             lanes=lanes,
+            device_lanes=device_lanes,
             threads=threads,
         )
 
     def gather(
         self, library: Library, copies: np.ndarray, state: Guarded,
-        chunks: int = 4, lanes: int = 4, threads: int = 64,
+        chunks: int = 4, lanes: int = 4, threads: int = 64, device_lanes: int = 0,
     ) -> None:  # fmt: skip
         """Runs gather with the copies that lie in `state`, and compares all memory."""
         expected = [self._expected(index, copies) for index in range(len(self.shapes))]
         sources = [source.memory.copy() for source in self.sources]
-        library.gather(self.arguments(state, chunks, lanes, threads))
+        library.gather(self.arguments(state, chunks, lanes, threads, device_lanes))
         for index, (slots, rows) in enumerate(expected):
             self._equal("slots", index, self.slots[index].memory, slots)
             self._equal("rows", index, self.rows[index].memory, rows)
@@ -134,6 +137,7 @@ def state_with(copies: np.ndarray, experts: int) -> Guarded:
     """A state that holds these copies; all else in it would send gather astray."""
     state = Guarded(state_words(experts), np.int32)
     state.array[1] = len(copies)
+    state.array[2] = np.count_nonzero(copies[:, 1] < 0)
     state.array[STATE_HEADER + 4 * experts :].reshape(experts, 4)[: len(copies)] = copies
     return state
 
@@ -147,10 +151,11 @@ def copies_to_rows(generator: np.random.Generator, experts: int, count: int) -> 
 
 
 def copies_to_scratch(generator: np.random.Generator, experts: int, count: int) -> np.ndarray:
-    """As in mode scratch: a third come from a slot, a third go to a slot too."""
+    """As in mode scratch: the last third come from a slot, a third go to a slot too."""
     copies = copies_to_rows(generator, experts, count)
     copies[:, 2] = copies[:, 0]
     slots = generator.permutation(experts)[:count]
-    copies[0::3, 1] = slots[0::3]
-    copies[1::3, 3] = slots[1::3]
+    hits = count - count // 3
+    copies[hits:, 1] = slots[hits:]
+    copies[1:hits:2, 3] = slots[1:hits:2]
     return copies

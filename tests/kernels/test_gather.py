@@ -75,6 +75,13 @@ def test_grids(host_library, chunks, lanes, threads):
     both_forms(host_library, 9, shapes, 8, chunks=chunks, lanes=lanes, threads=threads)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 8, 9])
+@pytest.mark.parametrize("lanes, device_lanes", [(1, 1), (1, 8), (3, 2), (1, 100)])
+def test_lanes_of_their_own_for_copies_of_hits(library, lanes, device_lanes, count):
+    shapes = [Shape(4100, 4112), Shape(3, 3)]
+    both_forms(library, 9, shapes, count, lanes=lanes, device_lanes=device_lanes)
+
+
 @pytest.mark.parametrize("experts, count", [(2, 0), (2, 2), (31, 31), (1024, 1), (1024, 1024)])
 def test_numbers_of_copies(library, experts, count):
     both_forms(library, experts, [Shape(20, 20), Shape(32, 32)], count)
@@ -96,7 +103,8 @@ def test_manage_and_gather_keep_every_slot_true(library, policy):
         if mode == "skip":
             continue
         tensors = by_mode[mode]
-        tensors.gather(library, layer.reference.copies, layer.state)
+        own_lanes = 3 if mode == "scratch" else 0
+        tensors.gather(library, layer.reference.copies, layer.state, device_lanes=own_lanes)
         valid = (ids >= 0) & (ids < experts)
         held = [(e, s) for s, e in enumerate(layer.reference.expert_at[:slots]) if e >= 0]
         for index in range(len(tensors.shapes)):
@@ -121,6 +129,9 @@ def test_manage_and_gather_keep_every_slot_true(library, policy):
     (-10, dict(lanes=0)),
     (-10, dict(lanes=4097)),
     (-10, dict(chunks=256, lanes=256)),
+    (-10, dict(device_lanes=-1)),
+    (-10, dict(device_lanes=4097)),
+    (-10, dict(chunks=256, device_lanes=256)),
     (-10, dict(chunks=4096, lanes=4096)),
     (-10, dict(threads=32)),
     (-10, dict(threads=-64)),

@@ -193,7 +193,9 @@ class Layer {
     const int32_t *words = state_.as<int32_t>();
     EXPECT(static_cast<uint32_t>(words[0]) == r.step);
     EXPECT(words[1] == static_cast<int32_t>(r.copies.size()));
-    for (int i = 2; i < EXPERT_CACHE_STATE_HEADER; i++) EXPECT(words[i] == 0);
+    const auto is_hit = [](const Reference::Copy &copy) { return copy[1] >= 0; };
+    EXPECT(words[1] - words[2] == std::count_if(r.copies.begin(), r.copies.end(), is_hit));
+    for (int i = 3; i < EXPERT_CACHE_STATE_HEADER; i++) EXPECT(words[i] == 0);
     words += EXPERT_CACHE_STATE_HEADER;
     EXPECT(std::equal(r.row_of.begin(), r.row_of.end(), words));
     EXPECT(std::equal(r.expert_at.begin(), r.expert_at.end(), words += r.experts));

@@ -47,14 +47,13 @@ struct Reference {
     step++;
     std::vector<int> hits, misses;
     for (int e : routed) (row_of[e] >= 0 ? hits : misses).push_back(e);
-    const std::vector<int32_t> row_before = row_of;
     update_scores(routed, hits);
     const int overflow = place(routed, misses, mode);
-    if (mode == EXPERT_CACHE_ROWS)
-      for (int e : misses) copies.push_back({e, -1, row_of[e], -1});
-    else
-      for (int e : routed)
-        copies.push_back({e, row_before[e], e, row_before[e] >= 0 ? -1 : row_of[e]});
+    for (int e : misses)
+      copies.push_back(mode == EXPERT_CACHE_ROWS ? Copy{e, -1, row_of[e], -1}
+                                                 : Copy{e, -1, e, row_of[e]});
+    if (mode == EXPERT_CACHE_SCRATCH)
+      for (int e : hits) copies.push_back({e, row_of[e], e, -1});
     counters[EXPERT_CACHE_STEPS]++;
     counters[EXPERT_CACHE_HITS] += hits.size();
     counters[EXPERT_CACHE_MISSES] += misses.size();
