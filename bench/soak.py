@@ -127,6 +127,7 @@ class SoakLayer:
         """Empties the cache; what it had counted."""
         counted = self.counted()
         self.cache.forget()
+        self.cache.reset_counters()
         self.steps = 0
         return counted
 
@@ -136,6 +137,7 @@ class SoakLayer:
         synchronize()
         self.records.change()
         self.cache.restore()
+        self.cache.reset_counters()
         self.steps = 0
         return counted
 

@@ -32,6 +32,8 @@ class Report:
     model: str
     armed: list[ArmedLayer] = field(default_factory=list)
     refused: list[tuple[str, Refusal]] = field(default_factory=list)
+    # Given back while serving. A captured graph may go on using their memory.
+    retired: list[ArmedLayer] = field(default_factory=list)
     storage_note: str = ""
     snapshot: telemetry.SnapshotFile | None = None
 
@@ -46,6 +48,12 @@ _reports: weakref.WeakKeyDictionary[torch.nn.Module, Report] = weakref.WeakKeyDi
 def reports() -> Iterator[Report]:
     """One for each model of this process that is still alive."""
     return iter(list(_reports.values()))
+
+
+def layers_of(model: torch.nn.Module) -> list[ArmedLayer]:
+    """The armed layers of one model; none of a model that is not armed."""
+    report = _reports.get(model)
+    return report.armed if report else []
 
 
 def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
@@ -98,10 +106,11 @@ def refresh_all() -> None:
     more, and a layer may have a new kernel. A layer whose tensors moved goes back to vLLM."""
     for model, report in list(_reports.items()):
         layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
-        report.armed = []
+        before, report.armed = report.armed, []
         for name, _ in _rebind_armed(layers, report):
             report.refused.append((name, _MOVED))
             logger.warning("expert cache: %s is no longer armed: %s", name, _MOVED)
+        report.retired += [armed for armed in before if armed not in report.armed]
 
 
 _MOVED = Refusal(

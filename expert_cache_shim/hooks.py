@@ -1,6 +1,6 @@
 """The wrapt hooks: what is rebound when vLLM's modules are imported.
 
-`process_weights_after_loading` is imported by name, so it is wrapped at its source and in every
+`process_weights_around_loading` is imported by name, so it is wrapped at its source and in every
 module that already holds it. Nothing of vLLM is imported here: a hook runs while vLLM's own
 imports are under way, and one more of them could close a circle.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -50,17 +51,31 @@ def _guarded(hook: Any) -> Any:
     return run
 
 
-def _after_loading(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    result = wrapped(*args, **kwargs)
+def _around_loading(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    config = args[1] if len(args) > 1 else kwargs.get("model_config")
+    with _watching(config):
+        result = wrapped(*args, **kwargs)
     try:
-        from . import arming  # imports torch: only where a model is loaded
+        from . import arming, lifecycle  # torch: only where a model is loaded
 
         model = args[0] if args else kwargs["model"]
-        config = args[1] if len(args) > 1 else kwargs.get("model_config")
-        arming.arm_model(model, config)
+        if arming.arm_model(model, config).armed:
+            lifecycle.watch_model(type(model))
     except Exception:
         logger.exception("expert cache: cannot arm; the model serves without the cache")
     return result
+
+
+def _watching(config: Any) -> AbstractContextManager:
+    if not hasattr(vllm_compat.loading_module(), vllm_compat.LOADING_CONTEXT):
+        return nullcontext()
+    try:
+        from . import reoffload
+
+        return reoffload.watching(config)
+    except Exception:
+        logger.exception("expert cache: experts that vLLM leaves in device memory stay there")
+        return nullcontext()
 
 
 def _rebind_loaded(module: ModuleType) -> None:
@@ -74,7 +89,7 @@ def _rebind_loaded(module: ModuleType) -> None:
         return
     if _is_ours(original):
         return
-    setattr(module, vllm_compat.LOADED, wrapt.FunctionWrapper(original, _after_loading))
+    setattr(module, vllm_compat.LOADED, wrapt.FunctionWrapper(original, _around_loading))
     for holder in list(sys.modules.values()):
         if holder is not module:
             _rebind(holder, original)
@@ -102,7 +117,7 @@ def _rebind(holder: Any, original: Any) -> None:
     if held is None or getattr(holder, "__name__", "") == vllm_compat.LOADED_NOT_SERVING:
         return
     if _innermost(held) is _innermost(original) and not _is_ours(held):
-        setattr(holder, vllm_compat.LOADED, wrapt.FunctionWrapper(held, _after_loading))
+        setattr(holder, vllm_compat.LOADED, wrapt.FunctionWrapper(held, _around_loading))
 
 
 def _innermost(function: Any) -> Any:
@@ -112,7 +127,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _is_ours(function: Any) -> bool:
-    return getattr(function, "_self_wrapper", None) is _after_loading
+    return getattr(function, "_self_wrapper", None) is _around_loading
 
 
 def _watch_worker(module: ModuleType) -> None:

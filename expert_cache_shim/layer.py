@@ -196,23 +196,34 @@ class ExpertCache:
         }  # fmt: skip
         self._preload = Preload(state=self.state.data_ptr(), experts=experts, slots=slots)
         self.forget()
+        self.reset_counters()
 
     def forget(self) -> None:
-        """Empties the cache: no expert is resident, the counters stand at zero."""
+        """Empties the cache: no expert is resident, so the next steps read the host copy. The
+        counters go on."""
         self.state.zero_()
         self.state[STATE_HEADER : STATE_HEADER + 2 * self.experts] = -1
+
+    def reset_counters(self) -> None:
         self.counters.zero_()
         if self._mirror is not None:
             self._mirror[:] = 0
 
     def restore(self) -> None:
-        """As new: also what deep sleep may have wiped, tables and small tensors included."""
+        """Writes anew all that deep sleep may have wiped, in place, because captured graphs hold
+        the addresses. The counters come from their mirror, or begin again where there is none."""
         for mode, table in self._tables.items():
             table.copy_(self.storage.table(scratch=mode == SCRATCH))
         if self._maps is not None:
             self._maps.copy_(self._maps_on_host)
         self.storage.fill_small()
         self.forget()
+        if self._mirror is None:
+            self.counters.zero_()
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a step under way may still store to the mirror
+        self.counters.copy_(torch.from_numpy(self._mirror.copy()))
 
     def calls(self) -> int:
         """Layer-steps that reached the cache, idle and read-through ones included. Read from

@@ -17,12 +17,30 @@ EXECUTIONS = 8
 
 
 def watch(worker: type) -> None:
-    """Wraps the worker class's own warm-up and execute methods; inherited ones are wrapped
-    where they are defined."""
+    """Wraps the worker class's own methods that warm up, execute, or change weights; inherited
+    ones are wrapped where they are defined."""
     _wrap(worker, vllm_compat.WARM_UP, _after_warm_up)
     _wrap(worker, vllm_compat.EXECUTE, _first_steps)
+    _wrap(worker, vllm_compat.WAKE_UP, _after_wake_up)
+    for name in vllm_compat.WEIGHTS_CHANGING:
+        _wrap(worker, name, _after_part_of_a_change)
     for name in vllm_compat.WEIGHTS_CHANGED:
         _wrap(worker, name, _after_change)
+
+
+def watch_model(model: type) -> None:
+    """Wraps `load_weights` of a model's class where it is defined: code that feeds a model
+    weights while it serves calls it without the worker's knowledge."""
+    for owner in model.__mro__:
+        if vllm_compat.LOAD_WEIGHTS in vars(owner):
+            _wrap(owner, vllm_compat.LOAD_WEIGHTS, _after_load_weights)
+            return
+
+
+def weights_changed() -> None:
+    """For code that writes into the parameters of a served model by itself: the next steps use
+    what it wrote. Call it in the worker's process."""
+    _forget_all()
 
 
 def _wrap(owner: type, name: str, wrapper: Any) -> None:
@@ -35,16 +53,43 @@ def _after_warm_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     """Warm-up routes dummy tokens: what they left in the cache and its counters is no use."""
     result = wrapped(*args, **kwargs)
     _guarded(_forget_all)
+    _guarded(_reset_counters)
     return result
+
+
+def _after_part_of_a_change(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """Host copies hold other bytes, also where an error came half way. A layer may lie in
+    pieces until the change is finished, so nothing of it is looked at."""
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        _guarded(_forget_all)
 
 
 def _after_change(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Slots hold the old weights, or nothing after a deep sleep."""
+    """Host copies hold other bytes, and a layer may have another kernel."""
+    result = _after_part_of_a_change(wrapped, instance, args, kwargs)
+    _guarded(_refresh_all)
+    return result
+
+
+def _after_wake_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """What lies in device memory may be gone. Not looked at where waking failed: it may not be
+    mapped."""
     result = wrapped(*args, **kwargs)
-    tags = args[0] if args else kwargs.get("tags")
-    if not vllm_compat.leaves_weights_asleep(wrapped.__name__, tags):
+    if vllm_compat.wakes_weights(args[0] if args else kwargs.get("tags")):
         _guarded(_refresh_all)
     return result
+
+
+def _after_load_weights(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+    from . import arming
+
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        for layer in arming.layers_of(instance):
+            _guarded(layer.cache.forget)
 
 
 _executions = 0
@@ -77,6 +122,14 @@ def _forget_all() -> None:
             _guarded(layer.cache.forget)
 
 
+def _reset_counters() -> None:
+    from . import arming
+
+    for report in arming.reports():
+        for layer in report.armed:
+            layer.cache.reset_counters()
+
+
 def _refresh_all() -> None:
     from . import arming
 
@@ -87,7 +140,7 @@ def report_uncalled() -> list[str]:
     """Says loudly which armed models never reached the cache; returns their names."""
     from . import arming
 
-    silent = [report.model for report in arming.reports() if report.steps() == 0]
+    silent = [r.model for r in arming.reports() if r.armed and r.steps() == 0]
     for model in silent:
         logger.warning(
             "expert cache: armed on %s, but no step has reached it: this vLLM runs the experts "

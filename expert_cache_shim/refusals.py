@@ -60,13 +60,18 @@ class Candidate:
 
 def inspect(name: str, layer: torch.nn.Module, model_config: Any, settings: Settings) -> Candidate:
     """Asks every question that needs no device memory. Raises Refusal."""
+    check_served(layer, model_config, settings)
+    experts = count_experts(layer)
+    tensors = discover(layer, experts)
+    return Candidate(name, layer, experts, tensors, read_expert_map(layer, experts))
+
+
+def check_served(layer: torch.nn.Module, model_config: Any, settings: Settings) -> None:
+    """The questions that can be asked before the layer's tensors are final. Raises Refusal."""
     if vllm_compat.is_draft_model(model_config):
         raise Refusal("a draft model's experts are few and resident", "nothing needs to change")
     _check_residency(layer, settings)
     _check_form(layer)
-    experts = count_experts(layer)
-    tensors = discover(layer, experts)
-    return Candidate(name, layer, experts, tensors, read_expert_map(layer, experts))
 
 
 def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:

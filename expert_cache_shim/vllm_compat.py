@@ -10,9 +10,11 @@ What is rebound, and when that can go:
 | what | why | how | until |
 | --- | --- | --- | --- |
 | `model_loader.utils.process_weights_after_loading` and every module that imported it by name | the one call after which all weights and kernels of a model are final | wrapped; the original runs first | vLLM has a post-load plugin hook |
+| `model_loader.utils.device_loading_context` | 0.33 leaves repacked experts in device memory | replaced while the function above runs | 0.33 is no longer served, or was mended |
 | `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
 | `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
-| `Worker.reload_weights`, `update_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
+| `Worker.reload_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
+| `Worker.update_weights`, and `load_weights` of the class of a model that is armed | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
 | `Worker.execute_model` | a cache that is armed and never called must be reported | wrapped for the first calls, then taken off | same |
 """
 
@@ -41,6 +43,30 @@ LOADED_HOLDERS = (
 # 0.30-0.33: a process that only holds weights for others. It must not arm.
 LOADED_NOT_SERVING = "vllm.model_executor.model_loader.weight_cache.daemon"
 
+# The context in which the weights of one module are processed, a global of LOADED_SOURCE
+# (0.21-0.33): `(module, target_device)`. When it ends, parameters that were offloaded when it
+# began and do not carry the flag are moved to the host again, and get it.
+LOADING_CONTEXT = "device_loading_context"
+# The flag itself, on a parameter (0.21-0.33).
+OFFLOADED = "_vllm_is_uva_offloaded"
+
+
+def loading_module() -> Any:
+    return _imported(LOADED_SOURCE)
+
+
+def offloaded_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of which vLLM's flag says that they lie on the host (0.21-0.33). Not always
+    true: 0.33 leaves the flag on what it has replaced with device memory."""
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, OFFLOADED, False):
+            yield name, parameter
+
+
+def forget_offloaded(parameter: torch.nn.Parameter) -> None:
+    setattr(parameter, OFFLOADED, False)
+
+
 # --- The worker (all versions: V1 engine) ---------------------------------------------------
 
 WORKER_MODULES = {
@@ -49,17 +75,21 @@ WORKER_MODULES = {
 }
 WARM_UP = "compile_or_warm_up_model"
 EXECUTE = "execute_model"
-# After these the host copies hold other bytes, in place (reload_weights and update_weights
-# 0.21-0.33, finish_weight_update 0.21-0.33, reset_weights 0.32-0.33), or device memory came
-# back from sleep without its content (wake_up, level 2, 0.21-0.33). A kernel may be a new one.
-WEIGHTS_CHANGED = (
-    "reload_weights", "update_weights", "finish_weight_update", "reset_weights", "wake_up",
-)  # fmt: skip
+# While a session of these is under way host copies change, in place, and layers whose weights
+# have not come yet hold tensors on the meta device (0.21-0.33).
+WEIGHTS_CHANGING = ("update_weights",)
+# After these the host copies hold other bytes, in place (reload_weights and
+# finish_weight_update 0.21-0.33, reset_weights 0.32-0.33). A kernel may be a new one.
+WEIGHTS_CHANGED = ("reload_weights", "finish_weight_update", "reset_weights")
+# `wake_up(tags)`, 0.21-0.33: device memory comes back from sleep, at level 2 without content.
+WAKE_UP = "wake_up"
+# Every model's method that takes weights of checkpoint format by name (0.21-0.33).
+LOAD_WEIGHTS = "load_weights"
 
 
-def leaves_weights_asleep(method: str, tags: Any) -> bool:
-    """`wake_up(tags)` wakes parts: memory of the weights' pool is not there before its turn."""
-    return method == "wake_up" and tags is not None and "weights" not in tags
+def wakes_weights(tags: list[str] | None) -> bool:
+    """None wakes everything; before its turn, memory of the weights' pool is not there."""
+    return tags is None or "weights" in tags
 
 
 # --- Layers ---------------------------------------------------------------------------------
@@ -71,11 +101,15 @@ def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     Recognised by what they own, not by class: a `quant_method` and `w13_*` tensors.
     """
     for name, module in model.named_modules():
-        if getattr(module, "quant_method", None) is None:
-            continue
-        tensors = list(vars(module)) + list(module._parameters) + list(module._buffers)
-        if any(t.startswith("w13_") for t in tensors):
+        if is_moe_layer(module):
             yield name, module
+
+
+def is_moe_layer(module: torch.nn.Module) -> bool:
+    if getattr(module, "quant_method", None) is None:
+        return False
+    tensors = list(vars(module)) + list(module._parameters) + list(module._buffers)
+    return any(t.startswith("w13_") for t in tensors)
 
 
 def is_monolithic(method: Any) -> bool:

@@ -60,7 +60,12 @@ PRELUDE = """
 
     ARMED = []
     arming = types.ModuleType("expert_cache_shim.arming")
-    arming.arm_model = lambda model, config: ARMED.append((model, config))
+
+    def arm_model(model, config):
+        ARMED.append((model, config))
+        return types.SimpleNamespace(armed=[])
+
+    arming.arm_model = arm_model
     arming.reports = lambda: iter(())
     sys.modules["expert_cache_shim.arming"] = arming
 

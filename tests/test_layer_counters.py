@@ -51,20 +51,23 @@ def test_steps_of_plain_storage_without_scratch_are_counted_as_read_through(pair
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_a_cache_that_was_made_to_forget_starts_again(pair, storage):
+def test_a_cache_that_was_made_to_forget_fetches_again_and_counts_on(pair, storage):
     uncached, cached, armed = pair(storage=storage)
     inputs = step(uncached)
     call(cached, *inputs)
     call(cached, *inputs)
-    assert counters(armed)["hits"] == 2
+    counted = counters(armed)
+    assert (counted["hits"], counted["misses"]) == (2, 2)
     armed.cache.forget()
-    assert armed.cache.calls() == 0
-    assert sum(counters(armed).values()) == 0
+    assert counters(armed) == counted
     with torch.no_grad():  # the host copies change, as in a reload of the weights
         for layer in (uncached, cached):
             layer.w13_weight.mul_(2)
     assert torch.equal(call(cached, *inputs), call(uncached, *inputs))
-    assert counters(armed)["misses"] == 2
+    assert counters(armed)["misses"] == 4
+    armed.cache.reset_counters()
+    assert armed.cache.calls() == 0
+    assert sum(counters(armed).values()) == 0
 
 
 def test_counters_are_kept_where_there_is_no_snapshot(pair):

@@ -20,8 +20,7 @@ HOLDERS = {
 }
 # The first minor version of each method after which weights are other ones.
 CHANGES_SINCE = {
-    "reload_weights": "", "update_weights": "", "finish_weight_update": "",
-    "reset_weights": "0.32", "wake_up": "",
+    "reload_weights": "", "update_weights": "", "finish_weight_update": "", "reset_weights": "0.32",
 }  # fmt: skip
 
 
@@ -74,6 +73,32 @@ def _(release: Release) -> Iterator[Found]:
     yield source.function(vllm_compat.LOADED)
 
 
+@fact(f"it processes a module in {vllm_compat.LOADING_CONTEXT}(module, target_device)")
+def _(release: Release) -> Iterator[Found]:
+    source = release.module(vllm_compat.LOADED_SOURCE)
+    context = source.function(vllm_compat.LOADING_CONTEXT)
+    wanted = ["module", "target_device"]
+    require(context.parameters == wanted, f"its parameters are {context.parameters}")
+    yield context
+    yield from source.function(vllm_compat.LOADED).calls(vllm_compat.LOADING_CONTEXT)
+
+
+@fact("when it ends, a parameter that lost the mark of offloading is offloaded again")
+def _(release: Release) -> Iterator[Found]:
+    context = release.module(vllm_compat.LOADED_SOURCE).function(vllm_compat.LOADING_CONTEXT)
+    mark = vllm_compat.OFFLOADED
+    require(f"not getattr(p, {mark!r}, False)" in context.text, f"{context.place} does not ask")
+    require(f"p.{mark} = True" in context.text, f"{context.place} does not set {mark}")
+    yield context
+
+
+@fact("repacked weights keep the parameter, and so the mark", "0.33")
+def _(release: Release) -> Iterator[Found]:
+    function = release.module("vllm.model_executor.utils").function("replace_parameter")
+    require("old_param.data = new_tensor" in function.text, f"{function.place} makes a new one")
+    yield function
+
+
 def _worker(module: str, name: str) -> None:
     @fact(f"{module.split('.')[-1]}.{name} is there")
     def _(release: Release) -> Iterator[Found]:
@@ -97,10 +122,10 @@ def _worker_method(name: str, since: str = "") -> None:
         yield release.module("vllm.v1.worker.gpu_worker").cls("Worker").method(name)
 
 
-for _name in (vllm_compat.WARM_UP, vllm_compat.EXECUTE):
+for _name in (vllm_compat.WARM_UP, vllm_compat.EXECUTE, vllm_compat.WAKE_UP):
     _worker_method(_name)
-for _name in vllm_compat.WEIGHTS_CHANGED:
-    _worker_method(_name, CHANGES_SINCE[_name])
+for _name, _since in CHANGES_SINCE.items():
+    _worker_method(_name, _since)
 
 
 @fact("wake_up(tags)")
@@ -124,9 +149,25 @@ def _(release: Release) -> Iterator[Found]:
     worker = release.module("vllm.v1.worker.gpu_worker").cls("Worker")
     for name, method in worker.methods.items():
         if "weight" in name and not name.startswith("_"):
-            known = name in HARMLESS or name in vllm_compat.WEIGHTS_CHANGED
+            known = name in HARMLESS or name in CHANGES_SINCE
             require(known, f"{method.place} defines {name}")
     yield worker
+
+
+@fact("loaders and a reload give a model weights by load_weights")
+def _(release: Release) -> Iterator[Found]:
+    packages = ("vllm.model_executor.model_loader", "vllm.v1.worker")
+    for package in packages:
+        for source in release.sources(package, mentioning=vllm_compat.LOAD_WEIGHTS):
+            for call in source.root.calls(vllm_compat.LOAD_WEIGHTS):
+                if call.text.startswith(f"model.{vllm_compat.LOAD_WEIGHTS}("):
+                    yield call
+
+
+@fact("a layer that is reloaded keeps the tensors it serves from, and takes new bytes into them")
+def _(release: Release) -> Iterator[Found]:
+    source = release.module("vllm.model_executor.model_loader.reload.layerwise")
+    yield from source.function("_copy_and_restore_kernel_tensors").calls("copy_")
 
 
 @fact("Worker.load_model sets the current configuration")

@@ -24,6 +24,7 @@ SELECTION = (
     "vllm/model_executor/layers/quantization/",
     "vllm/model_executor/model_loader/",
     "vllm/model_executor/offloader/",
+    "vllm/model_executor/utils.py",
     "vllm/v1/kv_cache_interface.py",
     "vllm/v1/spec_decode/",
     "vllm/v1/worker/",

@@ -1,0 +1,293 @@
+"""What other weights, and sleep, do to a cache: nothing in a slot is used that is stale or gone.
+
+On layers that look like vLLM's; `engine/test_lifecycle.py` has vLLM's own ways to change weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from synthetic import methods
+from synthetic.checks import assert_same, model_of, outputs
+from synthetic.models import Model, RoutedExperts, load
+
+from expert_cache_shim import arming, lifecycle, vllm_compat
+
+pytest_plugins = ["synthetic.fixtures"]
+
+CHANGES = (*vllm_compat.WEIGHTS_CHANGING, *vllm_compat.WEIGHTS_CHANGED)
+
+
+def changing_worker(change):
+    """A worker whose every way to change weights is `change`."""
+
+    def method(self, *args, **kwargs):
+        return change()
+
+    worker = type("Worker", (), dict.fromkeys((*CHANGES, vllm_compat.WAKE_UP), method))
+    lifecycle.watch(worker)
+    return worker()
+
+
+def negate(*models):
+    """The host copies hold other bytes, in place."""
+    for model in models:
+        model.routed[0].w13_weight.data.neg_()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_new_weights_in_place_are_used_by_the_next_step(arm, name):
+    models = [model_of(methods.Int8ChannelMoEMethod) for _ in range(2)]
+    model, fresh = models
+    arm(model)
+    before = outputs(model)
+
+    def change():
+        negate(*models)
+        return "changed"
+
+    assert getattr(changing_worker(change), name)() == "changed"
+    after = outputs(model)
+    assert_same(after, outputs(fresh))
+    assert not all(torch.equal(one, other) for one, other in zip(before, after))
+
+
+def test_control_without_the_worker_slots_would_hold_the_old_weights(arm):
+    model, fresh = (model_of(methods.Int8ChannelMoEMethod) for _ in range(2))
+    arm(model)
+    outputs(model)
+    negate(model, fresh)
+    with pytest.raises(AssertionError):
+        assert_same(outputs(model), outputs(fresh))
+
+
+def test_weights_that_are_written_by_hand_are_used_after_saying_so(arm):
+    model, fresh = (model_of(methods.Int8ChannelMoEMethod) for _ in range(2))
+    arm(model)
+    outputs(model)
+    negate(model, fresh)
+    lifecycle.weights_changed()
+    assert_same(outputs(model), outputs(fresh))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_fails_half_way_is_the_workers_error_and_leaves_no_slot_stale(arm, name):
+    models = [model_of(methods.Int8ChannelMoEMethod) for _ in range(2)]
+    arm(models[0])
+    outputs(models[0])
+
+    def change():
+        negate(*models)
+        raise ConnectionError("the trainer has gone")
+
+    with pytest.raises(ConnectionError):
+        getattr(changing_worker(change), name)()
+    assert_same(*map(outputs, models))
+
+
+def test_a_layer_in_pieces_between_two_parts_of_an_update_stays_armed(arm, caplog):
+    """vLLM keeps a layer whose weights have not all come on the meta device."""
+    model, fresh = (model_of(methods.Int8ChannelMoEMethod) for _ in range(2))
+    report = arm(model)
+    outputs(model)
+    layer, serving = model.routed[0], {}
+
+    def take_apart():
+        serving.update(layer._parameters)
+        for name, parameter in serving.items():
+            meta = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+            layer._parameters[name] = meta
+
+    def put_together():
+        layer._parameters.update(serving)
+        negate(model, fresh)
+
+    changing_worker(take_apart).update_weights({})
+    changing_worker(put_together).finish_weight_update()
+    assert caplog.messages == []
+    assert_same(outputs(model), outputs(fresh))
+    assert len(report.armed) == 1
+
+
+def test_counters_go_on_when_weights_change_or_come_back(arm):
+    model = model_of(methods.Int8ChannelMoEMethod)
+    report = arm(model)
+    outputs(model)
+    counted = report.armed[0].cache.counters.tolist()
+    assert any(counted)
+    for name in (*CHANGES, vllm_compat.WAKE_UP):
+        getattr(changing_worker(lambda: None), name)()
+        assert report.armed[0].cache.counters.tolist() == counted, name
+    assert report.snapshot.mirror(0).tolist() == counted
+
+
+def wipe(report):
+    """What sleep of level 2 leaves of all that PyTorch allocated; slots of virtual storage are
+    not PyTorch's, but are poisoned too."""
+    for armed in report.armed:
+        cache = armed.cache
+        for tensor in (cache.state, cache.counters, *cache._tables.values()):
+            tensor.fill_(77)
+        for placement in cache.storage.placements:
+            for rows in (placement.slots, placement.scratch):
+                if rows is not None:
+                    rows.view(torch.uint8).fill_(0xA5)
+
+
+@pytest.mark.parametrize("storage", ["virtual", "plain"])
+@pytest.mark.parametrize("tags", [None, ["weights"], ["weights", "kv_cache"]])
+def test_waking_up_restores_what_sleep_wiped(arm, settings, storage, tags):
+    settings(storage=storage)
+    model = model_of(methods.Int8ChannelMoEMethod, methods.UnquantizedFusedMoEMethod)
+    report = arm(model)
+    before = outputs(model)
+    counted = [armed.cache.counters.tolist() for armed in report.armed]
+
+    changing_worker(lambda: wipe(report)).wake_up(tags)
+    assert [armed.cache.counters.tolist() for armed in report.armed] == counted
+    assert_same(outputs(model), before)
+
+
+def test_control_slots_that_sleep_wiped_would_change_the_output(arm, settings):
+    settings(storage="plain")
+    model = model_of(methods.Int8ChannelMoEMethod)
+    report = arm(model)
+    before = outputs(model)
+    for armed in report.armed:
+        for placement in armed.cache.storage.placements:
+            placement.slots.view(torch.uint8).fill_(0xA5)
+    with pytest.raises(AssertionError):
+        assert_same(outputs(model), before)
+
+
+def test_waking_up_without_a_snapshot_begins_to_count_anew(arm, settings):
+    settings(snapshot="off")
+    model = model_of(methods.Int8ChannelMoEMethod)
+    report = arm(model)
+    before = outputs(model)
+    changing_worker(lambda: wipe(report)).wake_up()
+    assert report.armed[0].cache.counters.tolist() == [0] * 8
+    assert_same(outputs(model), before)
+
+
+def test_waking_up_another_part_touches_nothing(arm, monkeypatch):
+    """Device memory of the weights is not mapped yet."""
+    report = arm(model_of(methods.Int8ChannelMoEMethod))
+    monkeypatch.setattr(type(report.armed[0].cache), "forget", lambda cache: 1 // 0)
+    monkeypatch.setattr(arming, "refresh_all", lambda: 1 // 0)
+    changing_worker(lambda: None).wake_up(tags=["kv_cache"])
+    changing_worker(lambda: None).wake_up(["kv_cache"])
+
+
+def test_waking_up_that_fails_touches_nothing(arm, monkeypatch, caplog):
+    report = arm(model_of(methods.Int8ChannelMoEMethod))
+    monkeypatch.setattr(type(report.armed[0].cache), "forget", lambda cache: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        changing_worker(lambda: 1 // 0).wake_up()
+    assert caplog.messages == []
+
+
+def test_a_layer_whose_tensors_were_replaced_goes_back_to_vllm(arm, caplog):
+    models = [model_of(methods.Int8ChannelMoEMethod) for _ in range(2)]
+    report = arm(models[0])
+    outputs(models[0])
+    cache = weakref.ref(report.armed[0].cache)
+
+    def replace():
+        for layer in (model.routed[0] for model in models):
+            changed = layer.w13_weight.data.neg()
+            layer.w13_weight = torch.nn.Parameter(changed, requires_grad=False)
+
+    changing_worker(replace).reload_weights()
+    assert "apply" not in vars(models[0].routed[0].quant_method)
+    assert "is no longer armed: its tensors were replaced while serving" in caplog.text
+    assert_same(*map(outputs, models))
+    # A captured graph may hold its addresses for as long as there is the model.
+    assert report.armed == []
+    assert cache() is not None
+    models.clear()
+    del report
+    gc.collect()
+    assert cache() is None
+
+
+# --- Weights that a model is given past its worker ------------------------------------------
+
+
+class Fed(Model):
+    """A model that takes weights by name, as every model of vLLM's does."""
+
+    def load_weights(self, weights):
+        for name, value in weights:
+            self.get_parameter(name).data.copy_(value)
+        return {name for name, _ in weights}
+
+
+class Heir(Fed):
+    """A model class whose `load_weights` is another's."""
+
+
+def fed(cls: type = Fed) -> Fed:
+    return load(cls(RoutedExperts(methods.UnquantizedFusedMoEMethod)))
+
+
+NAME = "layers.0.experts.routed_experts.w13_weight"
+
+
+@pytest.fixture
+def watched_classes(monkeypatch):
+    """Fed, with its method put back after the test."""
+    monkeypatch.setattr(Fed, "load_weights", Fed.load_weights)
+    return Fed, Heir
+
+
+@pytest.mark.parametrize("cls", [Fed, Heir])
+def test_weights_given_to_a_model_directly_are_used_by_the_next_step(arm, watched_classes, cls):
+    model, fresh = fed(cls), fed(cls)
+    report = arm(model)
+    lifecycle.watch_model(type(model))
+    lifecycle.watch_model(type(model))
+    assert "load_weights" not in vars(Heir)
+    before = outputs(model)
+    counted = report.armed[0].cache.counters.tolist()
+    weights = [(NAME, -model.get_parameter(NAME))]
+    assert model.load_weights(weights) == fresh.load_weights(weights) == {NAME}
+    assert report.armed[0].cache.counters.tolist() == counted
+    after = outputs(model)
+    assert_same(after, outputs(fresh))
+    assert not all(torch.equal(one, other) for one, other in zip(before, after))
+
+
+def test_only_the_model_that_is_given_weights_is_emptied(arm, watched_classes):
+    models = [fed(), fed(), fed()]
+    reports = [arm(model) for model in models[:2]]  # the third is not armed
+    lifecycle.watch_model(Fed)
+    for model in models:
+        outputs(model)
+    resident = [report.armed[0].cache.state.tolist() for report in reports]
+    models[2].load_weights([])
+    assert [report.armed[0].cache.state.tolist() for report in reports] == resident
+    models[0].load_weights([])
+    assert reports[0].armed[0].cache.state.tolist() != resident[0]
+    assert reports[1].armed[0].cache.state.tolist() == resident[1]
+
+
+def test_weights_of_which_one_is_wrong_leave_no_slot_stale(arm, watched_classes):
+    model, fresh = fed(), fed()
+    arm(model)
+    lifecycle.watch_model(Fed)
+    outputs(model)
+    weights = [(NAME, -model.get_parameter(NAME)), ("no.such.weight", None)]
+    for one in (model, fresh):
+        with pytest.raises(AttributeError):
+            one.load_weights(weights)
+    assert_same(outputs(model), outputs(fresh))
+
+
+def test_a_model_class_without_load_weights_is_left_alone():
+    before = dict(vars(Model))
+    lifecycle.watch_model(Model)
+    assert dict(vars(Model)) == before
