@@ -18,10 +18,19 @@ ARCHITECTURES = {"hip": "EXPERT_CACHE_ARCHS", "cuda": "CUDA_ARCHS"}
 
 
 def invocation(*words: str) -> str:
-    """The command as this user can type it: an image without pip has no script of that name."""
-    script = shutil.which("expert-cache")
-    python = os.path.basename(sys.executable) or "python"
-    return " ".join(["expert-cache" if script else f"{python} -m expert_cache_shim", *words])
+    """The command as this user can type it: an image without pip has no script of that name, and
+    what a shell finds may be that of another Python."""
+    python = sys.executable or "python"
+    script = os.path.join(os.path.dirname(python), "expert-cache")
+    if os.access(script, os.X_OK):
+        return " ".join([_typed(script), *words])
+    return " ".join([_typed(python), "-m", PACKAGE.name, *words])
+
+
+def _typed(file: str) -> str:
+    """The bare name where that is what a shell finds, else the path."""
+    name = os.path.basename(file)
+    return name if shutil.which(name) == file else shlex.quote(file)
 
 
 def build_command(backend: str, architecture: str = "") -> str:

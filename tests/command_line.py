@@ -51,6 +51,10 @@ class Image:
         environ = {"PATH": os.environ["PATH"], "COLUMNS": "500"} | environ
         return self.python.run("-m", "expert_cache_shim", *words, cwd=self.folder, **environ)
 
+    def typed(self, *words: str) -> str:
+        """The command as messages name it: no script is there, and its Python is not on PATH."""
+        return " ".join([str(self.python.executable), "-m", "expert_cache_shim", *words])
+
     def refusal(self, *words: str, **environ: str) -> str:
         """The one line with which a command refuses."""
         outcome = self.call(*words, **environ)

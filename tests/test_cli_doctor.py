@@ -189,14 +189,14 @@ def test_a_shim_that_nothing_starts(image, words):
         "the shim does not start with Python: no expert_cache_shim.pth in "
         f"{image.python.site_packages}, and nothing of it on PYTHONPATH"
     )
-    assert remedy == "run `python -m expert_cache_shim enable`"
+    assert remedy == f"run `{image.typed('enable')}`"
 
 
 def test_a_pth_whose_package_is_elsewhere(image):
     image.hook.write_text(image.hook.read_text().replace(str(image.folder), "/no/such/folder"))
     found, remedy = failure(image, "start")
     assert found.endswith(f"{image.hook} is there, but the package it starts is not")
-    assert remedy.endswith("disable`, then `python -m expert_cache_shim enable`")
+    assert remedy == f"run `{image.typed('disable')}`, then `{image.typed('enable')}`"
 
 
 def test_pythonpath_that_another_sitecustomize_comes_before(image, tmp_path):
@@ -277,7 +277,7 @@ def test_a_truncated_library(image):
     library.write_bytes(library.read_bytes()[:50_000])
     found, remedy = failure(image, "kernels", "--build")
     assert found.startswith(f"{library}: is truncated, 50000 of at least ")
-    assert remedy == "run `python -m expert_cache_shim build`"
+    assert remedy == f"run `{image.typed('build')}`"
 
 
 def test_a_library_of_which_one_bit_differs(image):
@@ -294,7 +294,7 @@ def test_the_library_that_a_gpu_needs_is_not_there(with_gpu):
     found = checks(with_gpu)
     (kernels,) = [check for check in found["kernels"] if check["status"] == "fail"]
     assert kernels["found"] == f"{library}: No such file or directory"
-    assert kernels["remedy"] == "run `python -m expert_cache_shim build`"
+    assert kernels["remedy"] == f"run `{with_gpu.typed('build')}`"
     assert found["gpu"][0]["found"] == "1 x a GPU, sm_80, 128 GiB (torch 2.99)"
 
 

@@ -322,6 +322,28 @@ def test_another_package_uses_wrapt_before_and_after_us(python):
     assert said == [[ONCE, 2]]
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_hook_of_another_package_that_raises_does_so_as_without_us(python, order):
+    """wrapt passes it on to whoever imports, and has then used up all hooks of that module."""
+    said, errors = python(f"""
+        import wrapt
+
+        def fail(module):
+            raise RuntimeError("theirs")
+
+        steps = [hooks.register, lambda: wrapt.register_post_import_hook(fail, UTILS)]
+        for step in steps[:: {-1 if order == "before" else 1}]:
+            step()
+        try:
+            importlib.import_module(UTILS)
+        except RuntimeError as error:
+            say(str(error))
+        say(load(take("base_loader"))[0])
+        """)
+    assert said == [["theirs"], [1]]
+    assert errors == ""
+
+
 # --- Failures -------------------------------------------------------------------------------
 
 

@@ -109,10 +109,10 @@ def test_an_installed_wheel_builds_kernels_that_pip_removes_with_the_rest(wheel,
     before = file_list(home)
     pip(python, "install", "--no-deps", "--no-index", wheel)
     load = "from expert_cache_shim import native; native.load('host')"
-    remedy = "run `python -m expert_cache_shim build --arch host`"
+    script = python.executable.parent / "expert-cache"
+    remedy = f"run `{script} build --arch host`"
     assert remedy in python.run("-c", load).err.splitlines()[-1]
 
-    script = python.executable.parent / "expert-cache"
     done = subprocess.run(
         [script, "build", "--arch", "host"], capture_output=True, text=True, cwd=home
     )

@@ -45,7 +45,7 @@ def check_gpu(backend: str | None, found: dict) -> Check:
 def check_kernels(backend: str, file: Path, found: dict) -> Check:
     """The library that a worker would load; `found` is what the step "library" said."""
     if backend == "host" and not file.exists() and not _cpu_allowed():
-        return Check("kernels", "ok", "none needed: this PyTorch has no GPU to serve")
+        return Check("kernels", "ok", "none needed: there is no PyTorch for a GPU")
     unfit = found.get("unfit", "")
     build = _build(backend, unfit)
     try:

@@ -1,7 +1,8 @@
 """The wheel in a fresh environment: `vllm serve` through the cache, and nothing left of it.
 
-The environment has no packages of its own. A .pth lets it see those of the Python that runs the
-tests, vLLM among them, as a virtual environment sees the packages of the system.
+A .pth lets the environment see the packages of the Python that runs the tests, vLLM among them, as
+a virtual environment sees those of the system. Of its own it has one: a general plugin of vLLM's
+that wraps the very function that the shim wraps.
 """
 
 import json
@@ -25,13 +26,34 @@ pytestmark = [
 ]
 
 
+PLUGIN = """
+import functools
+
+def register():
+    from vllm.model_executor.model_loader import utils
+
+    theirs = utils.process_weights_after_loading
+
+    @functools.wraps(theirs)
+    def process_weights_after_loading(*args, **kwargs):
+        print("the plugin saw a model", flush=True)
+        return theirs(*args, **kwargs)
+
+    utils.process_weights_after_loading = process_weights_after_loading
+"""
+
+
 @dataclass(frozen=True)
 class Served:
     """What one server answered and said, and the counters that it left."""
 
     tokens: list[list[int]]
-    cache_lines: list[str]
+    log: str
     snapshots: list[Snapshot]
+
+    @property
+    def cache_lines(self) -> list[str]:
+        return [line for line in self.log.splitlines() if "expert cache" in line]
 
 
 @dataclass(frozen=True)
@@ -51,6 +73,14 @@ def make_fresh_environment(folder: Path) -> Interpreter:
     python = make_venv(CURRENT, folder, "--without-pip")
     seen = [path for path in sys.path if Path(path).name == "site-packages"]
     (python.site_packages / "engine.pth").write_text("\n".join(seen) + "\n")
+    (python.site_packages / "a_plugin.py").write_text(PLUGIN)
+    described = python.site_packages / "a_plugin-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: a-plugin\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\na_plugin = a_plugin:register\n"
+    )
+    python.says("import a_plugin")  # leaves its bytecode
     return python
 
 
@@ -65,8 +95,8 @@ def story(folder, checkpoint, environment) -> Story:
         del settings["PYTHONPATH"]
         with Server(model, folder / name, environment(**settings), python.executable) as server:
             tokens = server.complete(PROMPTS, max_tokens=16)
-        lines = [line for line in server.log.read_text().splitlines() if "expert cache" in line]
-        return Served(tokens, lines, snapshots_of(folder / name / "snapshots", model))
+        snapshots = snapshots_of(folder / name / "snapshots", model)
+        return Served(tokens, server.log.read_text(), snapshots)
 
     def expert_cache(*words: str) -> str:
         command = [home / "bin" / "expert-cache", *words]
@@ -98,6 +128,11 @@ def test_the_cache_served_them(story):
     for counter in ("steps", "hits", "misses", "overflow", "evictions"):
         assert snapshot.total(counter) > 0, counter
     assert snapshot.total("read_through") == 0
+
+
+def test_a_plugin_that_wraps_the_same_function_is_called_once_a_model(story):
+    for served in (story.installed, story.removed):
+        assert served.log.count("the plugin saw a model") == 1
 
 
 def test_doctor_says_what_is_active(story):
