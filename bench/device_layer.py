@@ -26,11 +26,12 @@ class DeviceLayer:
 
     def __init__(
         self, library: native.Library, experts: int, slots: int, policy: str = "lrfu",
-        device: torch.device | str = "cuda",
+        device: torch.device | str = "cuda", expert_map: np.ndarray | None = None,
     ) -> None:  # fmt: skip
+        """expert_map: [ids] int32, as `policy.Reference` takes it."""
         self.library = library
         self.device = torch.device(device)
-        self.reference = Reference(experts, slots, policy)
+        self.reference = Reference(experts, slots, policy, expert_map=expert_map)
         pinned = self.device.type == "cuda"
         self.state = torch.zeros(native.state_words(experts), dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device=self.device)
@@ -40,14 +41,20 @@ class DeviceLayer:
             counters_mirror=self.mirror.data_ptr(), experts=experts, slots=slots,
             policy=CODES[policy], decay=self.reference.decay,
         )  # fmt: skip
+        if expert_map is not None:
+            maps = (expert_map, self.reference.expert_ids)
+            self._maps = [torch.from_numpy(m).to(self.device) for m in maps]
+            self._args.expert_map, self._args.expert_ids = (m.data_ptr() for m in self._maps)
+            self._args.map_length = len(expert_map)
         self.forget()
 
     def forget(self) -> None:
         """The fresh state, in kernel and reference."""
         reference, header = self.reference, native.STATE_HEADER
         self.reference = Reference(
-            reference.experts, reference.slots, reference.policy, reference.decay
-        )
+            reference.experts, reference.slots, reference.policy, reference.decay,
+            reference.expert_map,
+        )  # fmt: skip
         self.state.zero_()
         self.state[header : header + 2 * reference.experts] = -1
         self.counters.zero_()

@@ -73,6 +73,16 @@ def test_wide_steps_fetch_ahead_and_the_output_is_the_same(models, preloads):
     assert preloads == 3 * after_the_first
 
 
+def test_expert_parallel_ranks_fetch_ahead_what_is_theirs(models, preloads):
+    expert_map = torch.full((2 * E,), -1, dtype=torch.int32)
+    expert_map[1::2] = torch.arange(E, dtype=torch.int32)
+    uncached, cached, armed = models(expert_map=expert_map)
+    for inputs in inputs_of(uncached, [1, WIDE, 2 * WIDE, 3, 2 * WIDE]):
+        assert_equal_pass(uncached, cached, inputs)
+    # Half as many ids a rank: a step must be twice as wide to name nearly all of its experts.
+    assert preloads == 2 * [layer.cache for layer in armed[1:]]
+
+
 def test_a_preloaded_step_copies_nothing_from_the_host(models):
     uncached, cached, armed = models()
     for inputs in inputs_of(uncached, [WIDE, WIDE]):

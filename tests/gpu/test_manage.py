@@ -41,6 +41,17 @@ def test_id_types(library, device, dtype):
         step(layer, generator.integers(0, 70, (4, 8)).astype(dtype))
 
 
+@pytest.mark.parametrize("placement", routing.PLACEMENTS.values(), ids=routing.PLACEMENTS)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_an_expert_map(library, device, placement, dtype):
+    generator = np.random.default_rng(4)
+    expert_map = placement(generator, 128)
+    layer = DeviceLayer(library, 128, 32, device=device, expert_map=expert_map)
+    for kind in routing.KINDS.values():
+        for ids in islice(kind(generator, len(expert_map)), 8):
+            step(layer, ids.astype(dtype), generator.choice(["rows", "scratch"]))
+
+
 def test_the_widest_step(library, device):
     layer = DeviceLayer(library, 128, 32, device=device)
     generator = np.random.default_rng(3)

@@ -46,6 +46,16 @@ def test_kinds_of_routing_with_modes_interleaved(library, placement, policy):
     assert layer.reference.counters["hits"] > 0
 
 
+def test_a_step_that_was_preloaded(library, placement):
+    generator = np.random.default_rng(11)
+    layer = ComparedLayer(library, 32, 8, "lrfu", expert_map=placement(generator, 32))
+    for number in range(12):
+        if number % 3:
+            layer.preload()
+        layer.step(generator.integers(0, len(layer.expert_map), (40, 4)), preloaded=number % 3 > 0)
+    assert layer.reference.counters["overflow"] > 0
+
+
 @pytest.mark.parametrize("experts, slots", [(2, 1), (31, 30), (128, 32), (512, 511), (1024, 1)])
 def test_sizes(library, placement, experts, slots):
     generator = np.random.default_rng(experts)
