@@ -18,7 +18,9 @@ from hip_stand_in import StandIn, in_new_process
 from expert_cache_shim import native
 
 EXPERTS, SLOTS, STREAM = 128, 32, 0x5EA
-MANAGE, GATHER = "expert_cache_manage_kernel", "expert_cache_gather_kernel"
+MANAGE, GATHER, PRELOAD = (
+    f"expert_cache_{name}_kernel" for name in ("manage", "gather", "preload")
+)
 LAUNCH_FAILURE = 719
 
 
@@ -50,6 +52,10 @@ def gather_arguments() -> native.Gather:
         tensors=0x60000, state=0x30000, tensor_count=6, experts=EXPERTS, chunks=2, lanes=8,
         threads=512,
     )  # fmt: skip
+
+
+def preload_arguments() -> native.Preload:
+    return native.Preload(state=0x30000, experts=EXPERTS, slots=SLOTS)
 
 
 # ---- what runs in a process of its own ----
@@ -96,6 +102,7 @@ def launch(folder: Path, sizes: dict[str, tuple[int, ...]]) -> list[hip_stand_in
         stand_in.describe_arguments(kernel, argument_sizes)
     library.manage(manage_arguments(), STREAM)
     library.gather(gather_arguments(), STREAM)
+    library.preload(preload_arguments(), STREAM)
     return stand_in.calls("hipLaunchKernel")
 
 
@@ -163,19 +170,19 @@ def test_load_promotes_the_runtime_that_torch_brought(stand_in: Path) -> None:
     assert found["maps"] == {hip_stand_in.RUNTIME}  # no second runtime came in
 
 
-def test_load_registers_one_bundle_and_both_kernels(stand_in: Path) -> None:
+def test_load_registers_one_bundle_and_every_kernel(stand_in: Path) -> None:
     binary, *functions = in_new_process(load, stand_in)["calls"]
     assert binary.function == "__hipRegisterFatBinary"
     assert binary["magic"] == 0x48495046 and binary["version"] == 1
     assert binary["bundle"] == "__CLANG_OFFLOAD_BUNDLE__"
     assert {call.function for call in functions} == {"__hipRegisterFunction"}
-    assert sorted(call["name"] for call in functions) == sorted([MANAGE, GATHER])
+    assert sorted(call["name"] for call in functions) == sorted([MANAGE, GATHER, PRELOAD])
 
 
 def test_launches_arrive_as_asked(
     stand_in: Path, argument_sizes: dict[str, tuple[int, ...]]
 ) -> None:
-    manage, gather = in_new_process(launch, stand_in, argument_sizes)
+    manage, gather, preload = in_new_process(launch, stand_in, argument_sizes)
 
     assert manage["name"] == MANAGE
     assert manage["grid"] == "1,1,1"
@@ -187,6 +194,10 @@ def test_launches_arrive_as_asked(
     assert gather["grid"] == "2,8,1"
     assert gather["block"] == "512,1,1"
     assert gather["arguments"] == f"{bytes(gather_arguments()).hex()},"
+
+    assert preload["name"] == PRELOAD
+    assert preload["grid"] == "1,1,1"
+    assert preload["arguments"] == f"{bytes(preload_arguments()).hex()},"
 
     assert manage["stream"] == gather["stream"] == STREAM
     assert manage["shared"] == gather["shared"] == 0
