@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.expert_cache")
 
 # Routing ids for each expert from which on a step counts as one that routes to nearly all: an
 # expert that nobody is routed to has then been fetched for nothing.
-IDS_PER_EXPERT = 64
+IDS_PER_EXPERT = 32
 
 
 class Preloader:

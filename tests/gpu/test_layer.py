@@ -127,18 +127,19 @@ def a_pass(layers: list[CachedLayer], preloader: Preloader, ids: np.ndarray, ahe
     """One step of all layers in turn, nothing waited for until the end, then checked."""
     on_device = torch.from_numpy(ids).to(layers[0].device)
     work = torch.randn(2048, 2048, device=layers[0].device)
+    experts, places = (torch.from_numpy(a) for a in np.unique(ids.ravel(), return_index=True))
+    places = places.to(on_device.device)
     read = []
     for layer, following in zip(layers, [*layers[1:], None]):
         rows = layer.cache.run(on_device, ROWS, preloader.finish(layer.cache))
         if following is not None and ahead:
             preloader.start(following.cache, on_device)
         work = torch.tanh(work @ work)  # the next layer's records arrive meanwhile
-        where = rows.flatten().long()
+        where = rows.flatten()[places].long()
         read.append([place.slots[where] for place in layer.cache.storage.placements])
-    experts = torch.from_numpy(ids.ravel()).long()
     for layer, records in zip(layers, read):
         for place, found in zip(layer.cache.storage.placements, records):
-            if not torch.equal(found.cpu(), place.source.tensor[experts]):
+            if not torch.equal(found.cpu(), place.source.tensor[experts.long()]):
                 raise Difference(f"{place.source.label}: a row holds the wrong record")
 
 
