@@ -142,10 +142,16 @@ def _arm(layers: list, model_config: Any, report: Report) -> None:
     for warning in settings.unknown:
         logger.warning("expert cache: %s", warning)
     candidates = list(_candidates(layers, model_config, settings, report))
-    if not candidates:
-        return
+    for device in dict.fromkeys(candidate.device for candidate in candidates):
+        there = [candidate for candidate in candidates if candidate.device == device]
+        _arm_on(device, there, settings, report)
+
+
+def _arm_on(
+    device: torch.device, candidates: list[Candidate], settings: Settings, report: Report
+) -> None:
+    """Layers of one device: a budget, shared memory and kernels are each device's own."""
     try:
-        device = candidates[0].device
         library = load_library(device, settings)
         candidates = list(_offloaded(candidates, library, report))
         if candidates:

@@ -12,6 +12,7 @@ from synthetic import Model, RoutedExperts, kernels, load, methods
 from synthetic.checks import assert_same, assert_untouched, model_of, outputs, parts
 
 from expert_cache_shim import arming, vllm_compat
+from expert_cache_shim.refusals import Candidate
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -113,6 +114,25 @@ def test_disabled_means_nothing_is_armed_and_nothing_is_said(arm, settings, libr
     report = arm(model)
     assert (report.armed, report.refused, caplog.messages) == ([], [], [])
     assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("devices, firsts", [(1, [0]), (2, [0, 1])])
+def test_layers_share_memory_with_those_of_their_device_only(
+    arm, settings, monkeypatch, devices, firsts
+):
+    """A CPU goes by two names here: layers 0 and 2 on one, 1 and 3 on the other."""
+
+    def device(candidate):
+        number = int(candidate.name.split(".")[1]) % devices
+        return torch.device("cpu", 0) if number else torch.device("cpu")
+
+    monkeypatch.setattr(Candidate, "device", property(device))
+    settings(storage="plain")
+    model = model_of(count=4)
+    report = arm(model)
+    armed = sorted(report.armed, key=lambda layer: layer.name)
+    assert [n for n, layer in enumerate(armed) if layer.cache.storage.shared] == firsts
+    assert_same(outputs(model), outputs(model_of(count=4)))
 
 
 # --- Loading again --------------------------------------------------------------------------
