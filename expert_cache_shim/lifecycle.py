@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import wrapt
@@ -20,7 +21,7 @@ def watch(worker: type) -> None:
     """Wraps the worker class's own methods that warm up, execute, or change weights; inherited
     ones are wrapped where they are defined."""
     _wrap(worker, vllm_compat.WARM_UP, _after_warm_up)
-    _wrap(worker, vllm_compat.EXECUTE, _first_steps)
+    _wrap(worker, vllm_compat.EXECUTE, _around_execution)
     _wrap(worker, vllm_compat.WAKE_UP, _after_wake_up)
     for name in vllm_compat.WEIGHTS_CHANGING:
         _wrap(worker, name, _after_part_of_a_change)
@@ -33,7 +34,7 @@ def watch_model(model: type) -> None:
     weights while it serves calls it without the worker's knowledge."""
     for owner in model.__mro__:
         if vllm_compat.LOAD_WEIGHTS in vars(owner):
-            _wrap(owner, vllm_compat.LOAD_WEIGHTS, _after_load_weights)
+            _wrap(owner, vllm_compat.LOAD_WEIGHTS, _around_load_weights)
             return
 
 
@@ -82,28 +83,40 @@ def _after_wake_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     return result
 
 
-def _after_load_weights(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    from . import arming
+# Models that were given weights since the last execution. Emptied before the next one and not at
+# once: a trainer's weights may come one by one, in tens of thousands of calls.
+_given_weights: weakref.WeakSet[Any] = weakref.WeakSet()
 
+
+def _around_load_weights(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     try:
         return wrapped(*args, **kwargs)
     finally:
-        for layer in arming.layers_of(instance):
-            _guarded(layer.cache.forget)
+        _given_weights.add(instance)
 
 
 _executions = 0
 
 
-def _first_steps(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
+def _around_execution(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """After the first executions of the model asks once whether the cache was called."""
     global _executions
+    if _given_weights:
+        _guarded(_forget_given)
     result = wrapped(*args, **kwargs)
     if _executions < EXECUTIONS:
         _executions += 1
         if _executions == EXECUTIONS:
             _guarded(report_uncalled)
     return result
+
+
+def _forget_given() -> None:
+    from . import arming
+
+    while _given_weights:
+        for layer in arming.layers_of(_given_weights.pop()):
+            _guarded(layer.cache.forget)
 
 
 def _guarded(action: Any) -> None:

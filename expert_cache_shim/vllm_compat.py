@@ -14,8 +14,9 @@ What is rebound, and when that can go:
 | `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
 | `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
 | `Worker.reload_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
-| `Worker.update_weights`, and `load_weights` of the class of a model that is armed | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
-| `Worker.execute_model` | a cache that is armed and never called must be reported | wrapped for the first calls, then taken off | same |
+| `Worker.update_weights` | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
+| `load_weights` of the class of an armed model | the same, past the worker | wrapped; the cache is emptied before the next execution | same |
+| `Worker.execute_model` | the line above; and a cache that is armed and never called must be reported | wrapped | same |
 """
 
 from __future__ import annotations
