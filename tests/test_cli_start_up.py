@@ -141,6 +141,13 @@ def test_the_packages_of_one_python_are_not_given_to_another(tmp_path):
     assert image.python.says(STARTED) == "True"
 
 
+def test_a_prefix_may_be_one_of_debian(image, tmp_path):
+    folder = tmp_path / "usr" / "local" / "lib" / "python3.11" / "dist-packages"
+    folder.mkdir(parents=True)
+    outcome = image.call("enable", "--prefix", str(tmp_path / "usr" / "local"))
+    assert outcome.out.startswith(f"wrote {folder}/expert_cache_shim.pth: ")
+
+
 def test_a_prefix_must_be_one_environment(image, tmp_path):
     assert "has none" in image.refusal("enable", "--prefix", str(tmp_path / "absent"))
     for version in ("3.11", "3.12"):

@@ -31,8 +31,8 @@ Prefix = Annotated[
     str | None,
     Option(
         "--prefix",
-        "Another environment (a folder with lib/python3.x/site-packages), or a site-packages "
-        "folder. Default: the site-packages of this Python.",
+        "Another environment (a folder with lib/python3.x/site-packages, or with dist-packages "
+        "as on Debian), or a folder of that name. Default: the site-packages of this Python.",
         "DIR",
     ),
 ]
@@ -106,13 +106,13 @@ def site_packages(prefix: str | None) -> Path:
     folder = Path(prefix).absolute()
     if folder.name in SITE_NAMES and folder.is_dir():
         return folder
-    found = sorted(folder.glob("lib/python3*/site-packages"))
+    found = sorted(path for name in SITE_NAMES for path in folder.glob(f"lib/python3*/{name}"))
     if len(found) == 1:
         return found[0]
     said = f"has {len(found)} of them" if found else "has none"
     raise CommandError(
-        f"--prefix {prefix}: must be one site-packages folder or a folder that has one in "
-        f"lib/python3.x, and {said}"
+        f"--prefix {prefix}: must be one site-packages or dist-packages folder or a folder that "
+        f"has one in lib/python3.x, and {said}"
     )
 
 
