@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import budget, native, telemetry, versions, vllm_compat
+from . import budget, native, reporting, telemetry, versions, vllm_compat
 from .layer import ArmedLayer, ExpertCache
 from .preload import Preloader
 from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
@@ -65,7 +65,7 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
         layers = list(vllm_compat.moe_layers(model))
         if layers:
             _arm(_rebind_armed(layers, report), model_config, report)
-            telemetry.log_report(report)
+            reporting.log_report(report)
     except Exception:
         logger.exception(
             "expert cache: unexpected error while arming %s; layers not armed so far serve on "
@@ -244,7 +244,9 @@ def _arm_candidates(
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
     report.armed += armed_now
-    if report.snapshot and not report.armed:
+    if report.armed:
+        reporting.log_regularly(report.snapshot, settings.log_interval)
+    elif report.snapshot:
         report.snapshot.path.unlink(missing_ok=True)
     if plan.preload and kind == "virtual":
         _link(armed_now, Preloader(allocator.device))
@@ -264,7 +266,10 @@ def _snapshot(
 ) -> telemetry.SnapshotFile | None:  # fmt: skip
     """The file that the kernels store their counters to; None where that cannot be had."""
     layers = [_describe(*entry) for entry in built]
-    snapshot = telemetry.open_snapshot(settings.snapshot, report.model, _rank(), layers)
+    snapshot = telemetry.open_snapshot(
+        settings.snapshot, report.model, _rank(), layers, vllm_compat.instance_id(),
+        settings.policy,
+    )  # fmt: skip
     if snapshot is not None and not allocator.expose(snapshot):
         snapshot.path.unlink(missing_ok=True)
         return None

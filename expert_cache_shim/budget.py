@@ -106,7 +106,7 @@ def room_on(device: torch.device, candidates: Sequence[Candidate]) -> int | None
         ours = torch.cuda.memory_reserved(device) + CONTEXT
         sizes = [vllm_compat.expert_sizes(c.layer) for c in candidates]
         hidden, inner = (max(size) for size in zip(*sizes))
-        top_k = max(int(getattr(c.layer, "top_k", 1)) for c in candidates)
+        top_k = max(vllm_compat.top_k(c.layer) for c in candidates)
         at_work = vllm_compat.memory_at_work(hidden, inner, top_k)
         return min(int(total * share) - ours, free) - at_work
     except Exception as error:

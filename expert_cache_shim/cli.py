@@ -18,11 +18,12 @@ from .commands import CommandError, Option
 from .commands.build import build
 from .commands.doctor import doctor
 from .commands.start_up import disable, enable
+from .commands.status import status
 from .commands.trace import info, replay
 from .commands.trace_plot import plot
 from .installation import invocation
 
-COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor)
+COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor, status)
 GROUPS: dict[str, tuple[str, tuple[Callable[..., int], ...]]] = {
     "trace": (
         "Recorded routing: look at it, and count what a cache would miss.",

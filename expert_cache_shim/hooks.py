@@ -32,6 +32,7 @@ def register() -> None:
     for name in vllm_compat.LOADED_HOLDERS:
         wrapt.register_post_import_hook(_guarded(_rebind_holder), name)
     wrapt.register_post_import_hook(_guarded(_spare_daemon), vllm_compat.LOADED_NOT_SERVING)
+    wrapt.register_post_import_hook(_guarded(_export_metrics), vllm_compat.METRICS_SOURCE)
     for name in vllm_compat.WORKER_MODULES:
         wrapt.register_post_import_hook(_guarded(_watch_worker), name)
 
@@ -128,6 +129,12 @@ def _innermost(function: Any) -> Any:
 
 def _is_ours(function: Any) -> bool:
     return getattr(function, "_self_wrapper", None) is _around_loading
+
+
+def _export_metrics(module: ModuleType) -> None:
+    from . import metrics  # imports prometheus_client, as the module has just done
+
+    metrics.register()
 
 
 def _watch_worker(module: ModuleType) -> None:

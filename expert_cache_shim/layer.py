@@ -297,6 +297,7 @@ class ArmedLayer:
         self._preloader: Preloader | None = None
         self._following: ArmedLayer | None = None
         self.record_bytes = tensors.record_bytes
+        self.top_k = vllm_compat.top_k(layer)
         self._layer = layer
         self._original = layer.quant_method.apply
         self._key = compiled.register(model, name, cache)

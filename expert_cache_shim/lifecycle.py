@@ -15,6 +15,8 @@ logger = logging.getLogger("vllm.expert_cache")
 # Model executions after which every armed layer must have been called. More than one: the
 # counters of the last may still be on their way.
 EXECUTIONS = 8
+# Free device memory after warm-up below which the next allocation of anybody may not fit.
+NEARLY_FULL = 256 * 2**20
 
 
 def watch(worker: type) -> None:
@@ -55,6 +57,7 @@ def _after_warm_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     result = wrapped(*args, **kwargs)
     _guarded(_forget_all)
     _guarded(_reset_counters)
+    _guarded(warn_if_device_is_full)
     return result
 
 
@@ -143,6 +146,25 @@ def _reset_counters() -> None:
             layer.cache.reset_counters()
 
 
+def warn_if_device_is_full() -> None:
+    """When all is allocated, slots and KV cache. Windows' driver, under WSL too, does not refuse
+    what does not fit: it moves memory to the host, and everything is slow without an error."""
+    import torch
+
+    from . import arming
+
+    devices = {layer.cache.device for report in arming.reports() for layer in report.armed}
+    for device in (device for device in devices if device.type == "cuda"):
+        free, total = torch.cuda.mem_get_info(device)
+        if free < NEARLY_FULL:
+            logger.warning(
+                "expert cache: %d MiB of the %d MiB of %s are free: allocations may fail, or "
+                "spill to host memory where the driver allows it (WSL); lower "
+                "--gpu-memory-utilization, or the number of slots",
+                free >> 20, total >> 20, device,
+            )  # fmt: skip
+
+
 def _refresh_all() -> None:
     from . import arming
 
@@ -150,10 +172,23 @@ def _refresh_all() -> None:
 
 
 def report_uncalled() -> list[str]:
-    """Says loudly which armed models never reached the cache; returns their names."""
+    """Says loudly which armed models, or layers of them, never reached the cache; returns the
+    names of the models of which no layer did."""
     from . import arming
+    from .reporting import first_of
 
-    silent = [r.model for r in arming.reports() if r.armed and r.steps() == 0]
+    silent = []
+    for report in arming.reports():
+        if report.armed and report.steps() == 0:
+            silent.append(report.model)
+            continue
+        uncalled = [layer.name for layer in report.armed if layer.cache.calls() == 0]
+        if uncalled:
+            logger.warning(
+                "expert cache: %d of %d armed layers of %s were never called (%s): vLLM does not "
+                "run them, or not through apply(). Their slots take device memory for nothing.",
+                len(uncalled), len(report.armed), report.model, first_of(uncalled),
+            )  # fmt: skip
     for model in silent:
         logger.warning(
             "expert cache: armed on %s, but no step has reached it: this vLLM runs the experts "

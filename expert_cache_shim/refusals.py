@@ -25,6 +25,7 @@ from .settings import Settings
 
 _UVA = "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set VLLM_WSL2_ENABLE_PIN_MEMORY=1"
 OFFLOAD = "serve with --cpu-offload-gb N --cpu-offload-params experts"
+RESIDENT = "its weights are resident in device memory"
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ def check_on_host(candidate: Candidate, library: native.Library) -> None:
         raise Refusal(f"{unreadable[0]} lies in host memory that the GPU cannot read", _UVA)
     host = sum(e.nbytes for e in candidate.tensors if kinds[e.label] != native.DEVICE)
     if 2 * host <= candidate.tensors.record_bytes:
-        raise Refusal("its weights are resident in device memory", f"to offload {OFFLOAD}")
+        raise Refusal(RESIDENT, f"to offload {OFFLOAD}")
 
 
 def check_plain(method: Any) -> None:

@@ -18,6 +18,7 @@ PREFIX = "EXPERT_CACHE_"
 POLICIES = ("lrfu", "lru", "lfu", "fifo", "slru")
 STORAGES = ("auto", "virtual", "plain")
 OVERFLOWS = ("auto", "on", "off")
+METRICS = ("model", "layer", "off")
 DEFAULT_FRACTION = 0.5
 # Workgroups in one gather launch: the smallest limit of a grid dimension that any GPU has.
 MAX_GATHER_WORKGROUPS = 65535
@@ -46,6 +47,8 @@ class Settings:
     preload: str = "auto"
     allow_cpu: bool = False
     snapshot: str | None = None
+    metrics: str = "model"
+    log_interval: float = 60.0
     unknown: tuple[str, ...] = ()
     """One line of warning for each `EXPERT_CACHE_*` name that is not a variable of ours."""
 
@@ -257,6 +260,18 @@ VARIABLES: tuple[Variable, ...] = (
         _snapshot,
         "the path of a folder, or off",
         "where each process leaves its counters; off writes none; unset chooses a folder",
+    ),
+    Variable(
+        "metrics",
+        _one_of(METRICS),
+        "one of " + ", ".join(METRICS),
+        "what the server adds to its /metrics: sums of each model, or every layer on its own",
+    ),
+    Variable(
+        "log_interval",
+        _number(lambda value: value >= 0),
+        "a number, 0 or more",
+        "seconds between two lines of log about a model in use; 0 logs none",
     ),
 )
 

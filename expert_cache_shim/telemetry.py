@@ -1,4 +1,4 @@
-"""Counters that outlive the process, and the log lines a user sees.
+"""Counters that outlive the process.
 
 Every model that is armed gets one *snapshot file*. The kernels store their counters straight
 into it (`manage` has a store-only mirror, see docs/kernels.md), so the file is current without
@@ -10,6 +10,7 @@ zeros to the next multiple of 4096, then int64 `[layers, 8]` counters.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import mmap
@@ -17,16 +18,14 @@ import os
 import struct
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .policy import COUNTERS
-
-if TYPE_CHECKING:
-    from .arming import Report
+from .processes import Process, is_alive, lineage
 
 # vLLM configures handlers for loggers below "vllm" only.
 logger = logging.getLogger("vllm.expert_cache")
@@ -42,33 +41,91 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a snapshot file holds: `counters` is int64 `[layers, 8]`, a copy."""
+    """What a snapshot file holds: `counters` is int64 `[layers, 8]`, a copy.
+
+    `lineage` is the worker and its ancestors as they were when it was armed, `engine` what ranks
+    of one engine have in common, "" where vLLM does not say. Ratios are None where there is
+    nothing to divide by.
+    """
 
     path: Path
-    pid: int
+    lineage: list[Process]
+    engine: str
     rank: int
     model: str
+    policy: str
     started: float
     layers: list[dict]
     counters: np.ndarray
 
+    @property
+    def pid(self) -> int:
+        return self.lineage[0].pid
+
+    def is_alive(self) -> bool:
+        """Whether the worker still runs; one in another pid namespace does not seem to."""
+        return is_alive(self.lineage[0])
+
+    def since(self, before: Snapshot) -> Snapshot:
+        """The same with what was counted after `before` was read. A layer whose cache was
+        emptied in between has counted from zero."""
+        counted = self.counters - before.counters
+        emptied = (counted < 0).any(axis=1, keepdims=True)
+        return replace(self, counters=np.where(emptied, self.counters, counted))
+
     def total(self, counter: str) -> int:
         """The sum of one counter over all layers."""
-        return int(self.counters[:, COUNTERS.index(counter)].sum())
+        return int(self.by_layer(counter).sum())
 
     def fetched_bytes(self) -> int:
         """Bytes read from the host copies."""
-        misses = self.counters[:, COUNTERS.index("misses")]
+        misses = self.by_layer("misses")
         return sum(int(m) * layer["record_bytes"] for m, layer in zip(misses, self.layers))
+
+    def hit_rate(self) -> float | None:
+        """The share of the routed experts that were resident."""
+        hits = self.total("hits")
+        return _ratio(hits, hits + self.total("misses"))
+
+    def layer_hit_rates(self) -> list[float | None]:
+        pairs = zip(self.by_layer("hits").tolist(), self.by_layer("misses").tolist())
+        return [_ratio(hits, hits + misses) for hits, misses in pairs]
+
+    def overflow_share(self) -> float | None:
+        """The share of the misses that found no slot."""
+        return _ratio(self.total("overflow"), self.total("misses"))
+
+    def layer_steps(self) -> int:
+        """Layer-steps that reached the cache, idle and read-through ones included."""
+        return sum(map(self.total, ("steps", "idle", "read_through")))
+
+    def read_through_share(self) -> float | None:
+        """The share of the layer-steps that vLLM's own path served."""
+        return _ratio(self.total("read_through"), self.layer_steps())
+
+    def width(self) -> float | None:
+        """Experts that a layer-step routes to on average."""
+        return _ratio(self.total("hits") + self.total("misses"), self.total("steps"))
+
+    def by_layer(self, counter: str) -> np.ndarray:
+        """One counter, int64 `[layers]`."""
+        return self.counters[:, COUNTERS.index(counter)]
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 class SnapshotFile:
     """The writer's side: maps the file and hands out one address per layer."""
 
-    def __init__(self, folder: Path, model: str, rank: int, layers: list[dict]) -> None:
+    def __init__(
+        self, folder: Path, model: str, rank: int, layers: list[dict], engine: str = "",
+        policy: str = "",
+    ) -> None:  # fmt: skip
         header = json.dumps(
-            {"pid": os.getpid(), "rank": rank, "model": model, "started": time.time(),
-             "layers": layers}
+            {"lineage": lineage(), "engine": engine, "rank": rank, "model": model,
+             "policy": policy, "started": time.time(), "layers": layers}
         ).encode()  # fmt: skip
         self._offset = _counters_offset(len(header))
         self.size = self._offset + len(layers) * len(COUNTERS) * 8
@@ -109,21 +166,27 @@ def default_folder() -> Path:
     return base / f"expert-cache-{os.getuid()}"
 
 
+def folder_of(setting: str | None) -> Path:
+    """The folder that EXPERT_CACHE_SNAPSHOT means; unset, the default one."""
+    return Path(setting) if setting else default_folder()
+
+
 def open_snapshot(
-    setting: str | None, model: str, rank: int, layers: list[dict]
-) -> SnapshotFile | None:
+    setting: str | None, model: str, rank: int, layers: list[dict], engine: str = "",
+    policy: str = "",
+) -> SnapshotFile | None:  # fmt: skip
     """The snapshot file of one model, or None where it is switched off or cannot be written.
 
     `setting` is EXPERT_CACHE_SNAPSHOT: a folder, "off", or None for the default folder.
     """
     if setting == "off":
         return None
-    folder = Path(setting) if setting else default_folder()
+    folder = folder_of(setting)
     try:
         if not setting:
             own_folder(folder)
             _remove_stale(folder)
-        return SnapshotFile(folder, model, rank, layers)
+        return SnapshotFile(folder, model, rank, layers, engine, policy)
     except Exception as error:  # the cache works without it
         logger.warning(
             "expert cache: no counter snapshot in %s (%s); set EXPERT_CACHE_SNAPSHOT to a "
@@ -145,15 +208,23 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
         raise SnapshotError(f"{path}: damaged snapshot (header of {length} bytes)")
     offset = _counters_offset(length)
     try:
-        header = json.loads(data[16 : 16 + length])
-        layers = header["layers"]
-        counters = np.frombuffer(data, "<i8", len(layers) * len(COUNTERS), offset)
-        return Snapshot(
-            Path(path), header["pid"], header["rank"], header["model"], header["started"],
-            layers, counters.reshape(len(layers), len(COUNTERS)).copy(),
-        )  # fmt: skip
+        header = _header(data[16 : 16 + length])
+        rows = len(header["layers"])
+        counters = np.frombuffer(data, "<i8", rows * len(COUNTERS), offset)
+        return Snapshot(Path(path), counters=counters.reshape(rows, len(COUNTERS)).copy(), **header)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{path}: damaged snapshot ({error})") from None
+
+
+@functools.lru_cache(maxsize=64)
+def _header(text: bytes) -> dict[str, Any]:
+    """Parsed once a file: whoever watches a worker reads it every second."""
+    header = json.loads(text)
+    names = ("engine", "rank", "model", "policy", "started", "layers")
+    processes = [Process(pid, start) for pid, start in header["lineage"]]
+    if not processes:
+        raise ValueError("no lineage")
+    return {"lineage": processes, **{name: header[name] for name in names}}
 
 
 def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:
@@ -165,51 +236,6 @@ def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:
         except (SnapshotError, OSError):
             continue
     return sorted(snapshots, key=lambda snapshot: snapshot.started)
-
-
-def log_report(report: Report) -> None:
-    """One line for what is armed, one for each reason why a layer is not."""
-    total = len(report.armed) + len(report.refused)
-    if report.storage_note:
-        logger.warning("expert cache: %s", report.storage_note)
-    if report.armed:
-        logger.info("expert cache: %s", _armed_line(report, total))
-    reasons: dict[str, list[str]] = {}
-    for name, refusal in report.refused:
-        reasons.setdefault(str(refusal), []).append(name)
-    for reason, names in reasons.items():
-        logger.warning(
-            "expert cache: %d of %d MoE layers of %s not armed (%s): %s",
-            len(names), total, report.model, _first(names), reason,
-        )  # fmt: skip
-
-
-def _armed_line(report: Report, total: int) -> str:
-    caches = [layer.cache for layer in report.armed]
-    slots = sorted({cache.slots for cache in caches})
-    experts = sorted({cache.experts for cache in caches})
-    kinds = sorted({cache.storage.kind for cache in caches})
-    host = sum(c.experts * layer.record_bytes for c, layer in zip(caches, report.armed))
-    return (
-        f"{len(caches)} of {total} MoE layers of {report.model} armed: "
-        f"{_span(slots)} of {_span(experts)} experts resident in each, {caches[0].policy_name}, "
-        f"{'/'.join(kinds)} storage, "
-        f"{_mib(sum(c.storage.private for c in caches))} of device memory for slots and "
-        f"{_mib(sum(c.storage.shared for c in caches))} shared, "
-        f"{_mib(host)} of experts on the host"
-    )
-
-
-def _first(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _span(values: list[int]) -> str:
-    return str(values[0]) if len(values) == 1 else f"{values[0]}-{values[-1]}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def own_folder(folder: Path) -> None:

@@ -17,6 +17,7 @@ What is rebound, and when that can go:
 | `Worker.update_weights` | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
 | `load_weights` of the class of an armed model | the same, past the worker | wrapped; the cache is emptied before the next execution | same |
 | `Worker.execute_model` | the line above; and a cache that is armed and never called must be reported | wrapped | same |
+| `prometheus_client`'s REGISTRY and `MultiProcessCollector.__init__`, when `v1.metrics.prometheus` is imported | the counters belong on vLLM's own `/metrics` | a collector is registered with the one, and with each registry that the other is | vLLM asks plugins for collectors |
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,14 @@ def offloaded_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.n
 def forget_offloaded(parameter: torch.nn.Parameter) -> None:
     setattr(parameter, OFFLOADED, False)
 
+
+# --- The server's /metrics -----------------------------------------------------------------
+
+# 0.21-0.33: imported by whatever answers /metrics, before it does. get_prometheus_registry()
+# gives prometheus_client's REGISTRY, or where PROMETHEUS_MULTIPROC_DIR is set a new registry with
+# a MultiProcessCollector; vLLM sets the variable in the parent of several API servers. Its other
+# server, written in Rust, has no part in this.
+METRICS_SOURCE = "vllm.v1.metrics.prometheus"
 
 # --- The worker (all versions: V1 engine) ---------------------------------------------------
 
@@ -151,6 +160,11 @@ def data_parallel_size(layer: Any) -> int:
 def expert_sizes(layer: Any) -> tuple[int, int]:
     """Hidden and intermediate size of one expert on this rank, in elements (0.21-0.33)."""
     return int(layer.hidden_size), int(layer.intermediate_size_per_partition)
+
+
+def top_k(layer: Any) -> int:
+    """Experts that a token routes to (0.21-0.33)."""
+    return int(getattr(layer, "top_k", 1))
 
 
 def _moe_config(layer: Any) -> Any:
@@ -301,10 +315,51 @@ def model_name(model_config: Any) -> str:
     return str(getattr(model_config, "model", None) or "model")
 
 
+def instance_id() -> str:
+    """VllmConfig.instance_id, the same in all workers of one engine and in no other
+    (0.21-0.33). The API server's own may differ."""
+    return str(getattr(_current_config(), "instance_id", "") or "")
+
+
+def tensor_parallel_rank() -> int:
+    """0 where there is no such group (0.21-0.33)."""
+    module = _imported("vllm.distributed.parallel_state")
+    try:
+        return int(module.get_tensor_model_parallel_rank()) if module else 0
+    except (AssertionError, AttributeError):  # the group is not there
+        return 0
+
+
 def offloader_name() -> str:
     """Class name of the global offloader: Noop-, UVA- or PrefetchOffloader (0.21-0.33)."""
+    offloader = _offloader()
+    return "NoopOffloader" if offloader is None else type(offloader).__name__
+
+
+def _offloader() -> Any:
     module = _imported("vllm.model_executor.offloader.base")
-    return type(module.get_offloader()).__name__ if module else "NoopOffloader"
+    return module.get_offloader() if module else None
+
+
+class Offloading(NamedTuple):
+    """What offloading was asked for, and what came of it."""
+
+    gib: float
+    params: frozenset[str]
+    offloader: str
+    offloaded_bytes: int
+
+
+def offloading() -> Offloading:
+    """OffloadConfig.uva holds --cpu-offload-gb and --cpu-offload-params; a UVAOffloader counts
+    in cpu_offload_bytes (0.21-0.33)."""
+    uva = getattr(getattr(_current_config(), "offload_config", None), "uva", None)
+    return Offloading(
+        float(getattr(uva, "cpu_offload_gb", 0)),
+        frozenset(getattr(uva, "cpu_offload_params", ())),
+        offloader_name(),
+        int(getattr(_offloader(), "cpu_offload_bytes", 0)),
+    )
 
 
 def uses_ubatches() -> bool:

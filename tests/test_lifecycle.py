@@ -126,10 +126,43 @@ def test_the_models_that_no_step_reaches_are_named(arm):
     assert lifecycle.report_uncalled() == ["synthetic"]
 
 
+def test_layers_that_no_step_reaches_beside_others_that_are_reached_are_named(arm, caplog):
+    model = model_of(count=3)
+    arm(model)
+    call(model.routed[1], *routing(model.routed[1], 1, torch.Generator().manual_seed(0)))
+    assert lifecycle.report_uncalled() == []
+    (message,) = caplog.messages
+    assert "2 of 3 armed layers of synthetic were never called" in message
+    assert "(layers.0.experts.routed_experts and 1 more)" in message
+
+
 def test_arguments_and_results_pass_through(worker):
     worker.model = None
     for n in range(lifecycle.EXECUTIONS + 2):
         assert worker.execute_model(n, extra="x") == (n, "x")
+
+
+# --- Device memory --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free, warned", [(255, True), (256, False)])
+def test_a_device_that_is_nearly_full_after_warm_up_is_warned_of(
+    worker, monkeypatch, caplog, free, warned
+):
+    for armed in worker.report.armed:
+        armed.cache.device = torch.device("cuda", 0)
+    monkeypatch.setattr(lifecycle, "_forget_all", lambda: None)  # no GPU here to forget on
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 20, 8192 << 20))
+    worker.model = None
+    worker.compile_or_warm_up_model()
+    text = f"{free} MiB of the 8192 MiB of cuda:0 are free"
+    assert [text in message for message in caplog.messages] == [True] * warned
+
+
+def test_a_cpu_is_not_asked_for_its_memory(worker, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: 1 // 0)
+    worker.compile_or_warm_up_model()
+    assert caplog.messages == []
 
 
 # --- Errors of ours -------------------------------------------------------------------------

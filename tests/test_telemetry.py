@@ -19,7 +19,7 @@ import pytest
 from synthetic import methods
 from synthetic.checks import model_of, outputs
 
-from expert_cache_shim import telemetry
+from expert_cache_shim import processes, telemetry
 from expert_cache_shim.policy import COUNTERS
 
 pytest_plugins = ["synthetic.fixtures"]
@@ -33,7 +33,7 @@ LAYERS = [
 
 def written(folder: Path, layers=LAYERS, model="model") -> telemetry.SnapshotFile:
     """A file whose counters are all different."""
-    snapshot = telemetry.SnapshotFile(folder, model, 1, layers)
+    snapshot = telemetry.SnapshotFile(folder, model, 1, layers, "engine-1", "lru")
     for index in range(len(layers)):
         snapshot.mirror(index)[:] = np.arange(8) + 100 * index
     return snapshot
@@ -46,6 +46,8 @@ def test_what_is_written_is_read_back(tmp_path):
     before = time.time()
     snapshot = telemetry.read_snapshot(written(tmp_path).path)
     assert (snapshot.pid, snapshot.rank, snapshot.model) == (os.getpid(), 1, "model")
+    assert (snapshot.engine, snapshot.policy) == ("engine-1", "lru")
+    assert snapshot.lineage == processes.lineage()
     assert before <= snapshot.started <= time.time()
     assert snapshot.layers == LAYERS
     assert snapshot.counters.tolist() == [list(range(8)), list(range(100, 108))]
@@ -96,6 +98,71 @@ def test_files_of_a_folder_are_read_oldest_first(tmp_path, monkeypatch):
     assert [s.model for s in telemetry.read_folder(tmp_path)] == ["first", "second", "third"]
 
 
+# --- What is made of the counters -----------------------------------------------------------
+
+
+def counted(folder: Path, *layers: dict[str, int]) -> telemetry.Snapshot:
+    """What is read where two layers have counted this."""
+    writer = telemetry.SnapshotFile(folder, "model", 0, LAYERS)
+    for index, counts in enumerate(layers):
+        writer.mirror(index)[:] = [counts.get(name, 0) for name in COUNTERS]
+    return telemetry.read_snapshot(writer.path)
+
+
+def test_rates_are_those_of_all_layers_together(tmp_path):
+    snapshot = counted(
+        tmp_path,
+        {"steps": 6, "hits": 30, "misses": 10, "overflow": 4, "idle": 1},
+        {"steps": 2, "hits": 0, "misses": 10, "overflow": 1, "read_through": 1},
+    )
+    assert snapshot.hit_rate() == 30 / 50
+    assert snapshot.layer_hit_rates() == [30 / 40, 0]
+    assert snapshot.overflow_share() == 5 / 20
+    assert snapshot.layer_steps() == 10
+    assert snapshot.read_through_share() == 1 / 10
+    assert snapshot.width() == 50 / 8
+    assert snapshot.fetched_bytes() == 10 * 1000 + 10 * 2000
+
+
+def test_nothing_is_no_rate(tmp_path):
+    snapshot = counted(tmp_path)
+    rates = (snapshot.hit_rate, snapshot.overflow_share, snapshot.read_through_share)
+    assert [rate() for rate in rates] == [None, None, None]
+    assert snapshot.width() is None
+    assert snapshot.layer_hit_rates() == [None, None]
+
+
+def test_what_is_counted_since_a_reading_is_the_difference(tmp_path):
+    before = counted(tmp_path, {"hits": 5, "misses": 2}, {"hits": 7, "misses": 1})
+    now = counted(tmp_path, {"hits": 6, "misses": 2}, {"hits": 9, "misses": 4})
+    recent = now.since(before)
+    assert (recent.by_layer("hits").tolist(), recent.by_layer("misses").tolist()) == (
+        [1, 2],
+        [0, 3],
+    )
+    assert recent.path == now.path
+
+
+def test_a_layer_that_was_emptied_in_between_has_counted_from_zero(tmp_path):
+    before = counted(tmp_path, {"hits": 5, "misses": 2}, {"hits": 7, "misses": 1})
+    now = counted(tmp_path, {"hits": 6, "misses": 1}, {"hits": 9, "misses": 4})
+    recent = now.since(before)
+    assert (recent.by_layer("hits").tolist(), recent.by_layer("misses").tolist()) == (
+        [6, 2],
+        [1, 3],
+    )
+
+
+def test_a_snapshot_says_whether_its_worker_runs(tmp_path):
+    mine = written(tmp_path)
+    assert telemetry.read_snapshot(mine.path).is_alive()
+    (pid, start), *ancestors = processes.lineage()
+    # Another process has this pid now.
+    data = damaged(mine.path.read_bytes(), lineage=[[pid, start - 1], *ancestors])
+    mine.path.write_bytes(data)
+    assert not telemetry.read_snapshot(mine.path).is_alive()
+
+
 # --- Files that are not snapshots -----------------------------------------------------------
 
 
@@ -124,7 +191,9 @@ def damaged(data: bytes, **header) -> bytes:
         lambda data: data[:16] + b"\xff" * 8 + data[24:],
         lambda data: data[:8] + struct.pack("<Q", 4000) + b"[" * 4000 + data[4016:],
         lambda data: damaged(data, layers=...),
-        lambda data: damaged(data, pid=...),
+        lambda data: damaged(data, lineage=...),
+        lambda data: damaged(data, lineage=[]),
+        lambda data: damaged(data, lineage=[[1]]),
         lambda data: damaged(data, layers=7),
         lambda data: damaged(data, layers=[{}] * 3),
         lambda data: damaged(data, started=...),

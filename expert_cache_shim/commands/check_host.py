@@ -63,7 +63,7 @@ def check_counters(setting: str | None) -> Check:
         from .. import telemetry
     except ImportError as error:
         return Check("counters", "warn", f"not tried: {error}", "install numpy")
-    folder = Path(setting) if setting else telemetry.default_folder()
+    folder = telemetry.folder_of(setting)
     made = _missing_folders(folder)
     try:
         if not setting:

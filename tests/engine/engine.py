@@ -164,6 +164,7 @@ class Server:
         folder: Path,
         environment: dict[str, str],
         python: str | Path = sys.executable,
+        options: tuple[str, ...] = (),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
@@ -173,7 +174,8 @@ class Server:
         self.log = folder / "log.txt"
         command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", model,
                    "--port", str(self.port), "--enforce-eager", "--max-model-len", "256",
-                   "--max-num-seqs", "8", "--dtype", "bfloat16", "--seed", "0"]  # fmt: skip
+                   "--max-num-seqs", "8", "--dtype", "bfloat16", "--seed", "0",
+                   *options]  # fmt: skip
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=subprocess.STDOUT,
@@ -181,7 +183,7 @@ class Server:
             )  # fmt: skip
 
     def __enter__(self) -> "Server":
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 self.get("/health")

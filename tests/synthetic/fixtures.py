@@ -35,8 +35,8 @@ def vllm_modules(monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch, tmp_path, vllm_modules):
-    """Sets EXPERT_CACHE_* variables: `settings(slots=4)`. A CPU is allowed and three of eight
-    experts are resident, unless the test says otherwise; None unsets."""
+    """Sets EXPERT_CACHE_* variables: `settings(slots=4)`. A CPU is allowed, three of eight
+    experts are resident, and no thread logs, unless the test says otherwise; None unsets."""
     for name in list(os.environ):
         if name.startswith("EXPERT_CACHE_"):
             monkeypatch.delenv(name)
@@ -49,7 +49,7 @@ def settings(monkeypatch, tmp_path, vllm_modules):
             else:
                 monkeypatch.setenv(variable, str(value))
 
-    set_variables(allow_cpu=1, slots=3, snapshot=tmp_path / "snapshots")
+    set_variables(allow_cpu=1, slots=3, snapshot=tmp_path / "snapshots", log_interval=0)
     return set_variables
 
 
