@@ -125,7 +125,9 @@ class CacheCollector:
             return list(families(served_here(read_folder(self._folder)), self._by_layer))
         except Exception:
             if not self._failed:
-                logger.exception("expert cache: no metrics")
+                logger.exception(
+                    "expert cache: unexpected error; /metrics lacks the counters of the cache"
+                )
             self._failed = True
             return []
 

@@ -265,7 +265,8 @@ VARIABLES: tuple[Variable, ...] = (
         "metrics",
         _one_of(METRICS),
         "one of " + ", ".join(METRICS),
-        "what the server adds to its /metrics: sums of each model, or every layer on its own",
+        "what the server adds to its /metrics: sums of each model, every layer on its own, or "
+        "nothing",
     ),
     Variable(
         "log_interval",

@@ -116,7 +116,7 @@ def test_with_an_interval_it_prints_what_happened_in_between(tmp_path, status, m
     moments = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: moments[-1])
     monkeypatch.setattr(time, "sleep", pass_time)
-    _, text = status(tmp_path, interval="2")
+    _, text = status(tmp_path, interval=2.0)
     header, row = text.splitlines()[1:3]
     assert re.split(r"\s{2,}", header)[-3:] == ["hit rate now", "GiB/s", "steps/s"]
     # 64 records of 1/64 GiB in two seconds; one step in one of two layers is half a pass.
@@ -171,7 +171,7 @@ def test_json_of_nothing_is_json(tmp_path, status):
 def test_json_with_an_interval_has_what_happened_in_it(tmp_path, status, monkeypatch):
     snapshot = written(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda seconds: count_more(snapshot, 1))
-    _, text = status(tmp_path, as_json=True, interval="5")
+    _, text = status(tmp_path, as_json=True, interval=5.0)
     ((rank,),) = [engine["ranks"] for engine in json.loads(text)["engines"]]
     assert rank["interval"]["counters"]["hits"] == 3
     assert rank["interval"]["hit_rate"] == 0.75
@@ -180,9 +180,9 @@ def test_json_with_an_interval_has_what_happened_in_it(tmp_path, status, monkeyp
 # --- Options --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interval", ["0", "x", "-1", "nan", "1e9"])
+@pytest.mark.parametrize("interval", [0.0, -1.0, float("nan"), 1e9])
 def test_an_interval_that_is_none_is_named(status, tmp_path, interval):
-    with pytest.raises(command.CommandError, match=re.escape(f"--interval {interval}: allowed")):
+    with pytest.raises(command.CommandError, match=re.escape(f"--interval {interval:g}: allowed")):
         status(tmp_path, interval=interval)
 
 

@@ -146,7 +146,9 @@ def test_an_error_of_ours_leaves_the_rest_of_the_page(tmp_path, monkeypatch, cap
     monkeypatch.setattr(metrics, "read_folder", lambda folder: 1 // 0)
     collector = metrics.CacheCollector(tmp_path, False)
     assert [collector.collect(), collector.collect()] == [[], []]
-    assert caplog.messages == ["expert cache: no metrics"]
+    assert caplog.messages == [
+        "expert cache: unexpected error; /metrics lacks the counters of the cache"
+    ]
 
 
 # --- Whose workers --------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def status(
     ] = None,
     once: Annotated[bool, Option("--once", "Print once, as a pipe gets it, and end.")] = False,
     interval: Annotated[
-        str | None,
+        float | None,
         Option(
             "--interval",
             "Seconds between two readings. Live: 1 unless given. Once: read twice, and print what "
@@ -47,34 +47,23 @@ def status(
     as_json: Annotated[bool, Option("--json", "Print once, everything, as JSON.")] = False,
 ) -> int:
     """Show what the caches of running servers do; status 1 if none runs."""
-    seconds = _seconds(interval)
+    if interval is not None and not 0.1 <= interval <= 86400:
+        raise CommandError(f"--interval {interval:g}: allowed is a number from 0.1 to 86400")
     watch = _watch(folder)
     live = sys.stdout.isatty() and not (once or as_json)
     if live and _rich_is_there():
         from .status_screen import show
 
-        return show(watch, seconds or 1.0, ended)
+        return show(watch, interval or 1.0, ended)
     reading = watch.read()
-    if seconds and reading.engines:
-        time.sleep(seconds)
+    if interval and reading.engines:
+        time.sleep(interval)
         reading = watch.read()
     if as_json:
         print(json.dumps(as_data(reading), indent=2))
     else:
         print("\n".join(_plain(reading, ended)).rstrip())
     return 0 if reading.engines else 1
-
-
-def _seconds(interval: str | None) -> float | None:
-    if interval is None:
-        return None
-    try:
-        seconds = float(interval)
-    except ValueError:
-        seconds = 0
-    if not 0.1 <= seconds <= 86400:
-        raise CommandError(f"--interval {interval}: allowed is a number from 0.1 to 86400")
-    return seconds
 
 
 def _watch(folder: str | None) -> Watch:

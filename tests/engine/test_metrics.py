@@ -1,10 +1,14 @@
 """What a real server with two ranks and two API servers shows: /metrics, its log, `status`."""
 
+import json
 import os
+import re
+import subprocess
+import sys
 import time
 
 import pytest
-from engine import PROMPTS, Server, shim, snapshots_of
+from engine import PROMPTS, ROOT, Server, shim, snapshots_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from expert_cache_shim import metrics
@@ -76,6 +80,32 @@ def test_every_rank_is_on_the_metrics_page_of_its_server_and_no_other_cache(serv
         assert found == expected(snapshot)
         assert snapshot.total("misses") > 0
     assert set(COUNTED.values()) == set(COUNTERS)
+
+
+def test_vllms_own_metrics_in_the_dashboard_and_the_alerts_are_there(served):
+    server, _ = served
+    page = server.get("/metrics").decode()
+    named = {
+        name
+        for file in (ROOT / "examples" / "monitoring").iterdir()
+        for name in re.findall(r"vllm:\w+", file.read_text())
+    }
+    assert named
+    assert [name for name in named if f"\n{name}{{" not in page] == []
+
+
+def test_status_attaches_from_another_process(served):
+    server, ranks = served
+    command = ["-m", "expert_cache_shim", "status", "--json", "--folder", str(ranks[0].path.parent)]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    engines = json.loads(done.stdout)["engines"]
+    # The other engine is this process, which has written a snapshot as a worker does.
+    (found,) = [e["ranks"] for e in engines if e["ranks"][0]["pid"] != os.getpid()]
+    assert [rank["pid"] for rank in found] == [s.pid for s in sorted(ranks, key=lambda s: s.rank)]
+    assert [rank["counters"]["hits"] for rank in found] == [s.total("hits") for s in ranks]
+    assert {rank["model"] for rank in found} == {server.model}
 
 
 def test_one_rank_logs_what_the_cache_does(served):

@@ -52,6 +52,11 @@ def test_counters_outlive_a_killed_worker_of_a_server(folder, checkpoint, enviro
     with Server(model, folder / "server", variables) as server:
         answers = server.complete(PROMPTS, max_tokens=6)
         (before,) = snapshots_of(snapshots, model)
+        page = server.get("/metrics").decode()
+        of = f'{{model="{model}",rank="0"}}'
+        for counter in ("steps", "hits", "misses"):
+            line = f"expert_cache_{counter}_total{of} {float(before.total(counter))}"
+            assert line in page.splitlines()
         os.kill(before.pid, signal.SIGKILL)
         wait_for_end(before.pid)
 

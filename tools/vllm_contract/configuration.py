@@ -48,6 +48,13 @@ def _(release: Release) -> Iterator[Found]:
     yield source.function("get_current_vllm_config")
 
 
+@fact("a UVAOffloader counts what it offloads in cpu_offload_bytes")
+def _(release: Release) -> Iterator[Found]:
+    offloader = release.module("vllm.model_executor.offloader.uva").cls("UVAOffloader")
+    require("cpu_offload_bytes" in offloader.attributes, f"{offloader.place} does not")
+    yield offloader.attributes["cpu_offload_bytes"]
+
+
 def _fields(module: str, name: str, *fields: str) -> None:
     @fact(f"{name} has {', '.join(fields)}")
     def _(release: Release) -> Iterator[Found]:
@@ -61,6 +68,9 @@ _fields(
     "vllm.config.vllm", "VllmConfig",
     "model_config", "cache_config", "parallel_config", "scheduler_config", "compilation_config",
 )  # fmt: skip
+_fields("vllm.config.vllm", "VllmConfig", "offload_config")
+_fields("vllm.config.offload", "OffloadConfig", "uva")
+_fields("vllm.config.offload", "UVAOffloadConfig", "cpu_offload_gb", "cpu_offload_params")
 _fields("vllm.config.parallel", "ParallelConfig", "enable_dbo", "ubatch_size")
 _fields("vllm.config.cache", "CacheConfig", "gpu_memory_utilization")
 _fields("vllm.config.scheduler", "SchedulerConfig", "max_num_batched_tokens", "max_num_seqs")

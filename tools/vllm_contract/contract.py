@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import configuration, kernels, layers, loading
+from . import configuration, kernels, layers, loading, serving
 from .facts import Fact, Result, examine
 from .reading import Release
 
 FACTS: list[Fact] = [
-    fact for module in (loading, layers, kernels, configuration) for fact in module.fact.facts
+    fact
+    for module in (loading, layers, kernels, configuration, serving)
+    for fact in module.fact.facts
 ]
 
 

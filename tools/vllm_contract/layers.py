@@ -41,7 +41,7 @@ def _has(*names: str) -> None:
 
 _has("quant_method")
 _has("moe_config")
-_has("hidden_size", "intermediate_size_per_partition")
+_has("hidden_size", "intermediate_size_per_partition", "top_k")
 
 
 @fact("the owner's expert_map is a property")
