@@ -30,6 +30,15 @@ FILES = {
             def execute_model(self, output):
                 return output
         """,
+    "vllm/v1/metrics/__init__.py": "",
+    "vllm/v1/metrics/prometheus.py": """
+        from prometheus_client import REGISTRY
+
+        def page():
+            from prometheus_client import generate_latest
+
+            return generate_latest(REGISTRY).decode()
+        """,
     "vllm/model_executor/__init__.py": "",
     f"{LOADER}/__init__.py": "",
     f"{LOADER}/weight_cache/__init__.py": "",
@@ -341,6 +350,28 @@ def test_a_hook_of_another_package_that_raises_does_so_as_without_us(python, ord
         say(load(take("base_loader"))[0])
         """)
     assert said == [["theirs"], [1]]
+
+
+# --- The server's metrics -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_server_that_answers_metrics_has_the_counters_among_them(python, tmp_path, order):
+    said, errors = python(f"""
+        import os
+        from pathlib import Path
+        os.environ["EXPERT_CACHE_SNAPSHOT"] = {str(tmp_path / "counters")!r}
+        name, late = "vllm.v1.metrics.prometheus", {order == "before"}
+        early = None if late else importlib.import_module(name)
+        hooks.register()
+        server = early or importlib.import_module(name)
+        before = "expert_cache" in server.page()
+        from expert_cache_shim.telemetry import SnapshotFile
+        SnapshotFile(Path({str(tmp_path / "counters")!r}), "model", 0, [])
+        say(before, 'expert_cache_armed_layers{{model="model",rank="0"}} 0.0' in server.page())
+        say("torch" in sys.modules)
+        """)
+    assert said == [[False, True], [False]]
     assert errors == ""
 
 
@@ -348,8 +379,12 @@ def test_a_hook_of_another_package_that_raises_does_so_as_without_us(python, ord
 
 
 @pytest.mark.parametrize(
-    "hook", ["_rebind_loaded", "_rebind_holder", "_spare_daemon", "_watch_worker", "_rebind"]
-)
+    "hook",
+    [
+        "_rebind_loaded", "_rebind_holder", "_spare_daemon", "_watch_worker", "_rebind",
+        "_export_metrics",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_hook_that_fails_leaves_vllm_working(python, hook, order):
     said, errors = python(f"""
@@ -364,6 +399,7 @@ def test_a_hook_that_fails_leaves_vllm_working(python, hook, order):
         hooks.register()
         modules = early or [take(name) for name in names]
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker()
+        importlib.import_module("vllm.v1.metrics.prometheus").page()
         say([load(module)[0] for module in modules], worker.execute_model(5))
         say(worker.compile_or_warm_up_model())
         """)

@@ -106,14 +106,14 @@ def none_runs(reading: Reading) -> str:
 
 
 COLUMNS = ("rank", "pid", "layers", "slots", "hit rate", "fetched", "overflow", "read through")
-RECENT_COLUMNS = ("hit rate now", "GiB/s", "steps/s")
+RECENT_COLUMNS = ("hit rate now", "fetched now", "steps/s")
 
 
 def cells(now: Snapshot) -> list[str]:
     """A row of COLUMNS: sums since warm-up."""
     return [
         str(now.rank), str(now.pid), str(len(now.layers)), slots_of(now), percent(now.hit_rate()),
-        gib(now.fetched_bytes()), percent(now.overflow_share()), percent(now.read_through_share()),
+        size(now.fetched_bytes()), percent(now.overflow_share()), percent(now.read_through_share()),
     ]  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def recent_cells(rank: Rank) -> list[str]:
         return [""] * len(RECENT_COLUMNS)
     return [
         percent(rank.recent.hit_rate()),
-        f"{rank.gib_per_second():.2f}",
+        f"{size(rank.bytes_per_second())}/s",
         f"{rank.passes_per_second():,.1f}",
     ]
 
@@ -137,11 +137,11 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def gib(size: int) -> str:
+def size(count: float) -> str:
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 2**20:.1f} MiB"
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 2**20:.1f} MiB"
 
 
 def layer_number(name: str) -> str:

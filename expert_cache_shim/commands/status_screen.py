@@ -16,10 +16,10 @@ from ..telemetry import Snapshot
 from .status import (
     BLOCKS,
     block,
-    gib,
     layer_number,
     none_runs,
     percent,
+    size,
     slots_of,
     strip_scale,
     when,
@@ -90,7 +90,7 @@ class _Title:
 def _table(ranks: list[Rank]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for header in (
-        "rank", "process", "hit rate\nnow", "hit rate\nin all", "GiB/s\nnow", "fetched\nin all",
+        "rank", "process", "hit rate\nnow", "hit rate\nin all", "fetched\nnow", "fetched\nin all",
         "no slot\nnow", "read\nthrough", "steps/s\nnow",
     ):  # fmt: skip
         table.add_column(header, justify="right", no_wrap=True, header_style="dim")
@@ -103,8 +103,8 @@ def _cells(rank: Rank) -> Iterator[str]:
     recent = rank.recent
     yield percent(recent and recent.hit_rate())
     yield percent(rank.now.hit_rate())
-    yield f"{rank.gib_per_second():.2f}" if recent else "-"
-    yield gib(rank.now.fetched_bytes())
+    yield f"{size(rank.bytes_per_second())}/s" if recent else "-"
+    yield size(rank.now.fetched_bytes())
     yield percent(recent and recent.overflow_share())
     yield percent(recent and recent.read_through_share())
     yield f"{rank.passes_per_second():,.1f}" if recent else "-"
@@ -156,6 +156,6 @@ def _ended(ended: list[Snapshot]) -> Iterator[RenderableType]:
     for snapshot in ended:
         table.add_row(
             when(snapshot.started), str(snapshot.pid), str(snapshot.rank),
-            percent(snapshot.hit_rate()), gib(snapshot.fetched_bytes()), Text(snapshot.model),
+            percent(snapshot.hit_rate()), size(snapshot.fetched_bytes()), Text(snapshot.model),
         )  # fmt: skip
     yield Padding(table, (0, 0, 1, 0))

@@ -19,9 +19,9 @@ class Rank:
     recent: Snapshot | None
     seconds: float
 
-    def gib_per_second(self) -> float:
+    def bytes_per_second(self) -> float:
         """What was fetched since the reading before."""
-        return self.recent.fetched_bytes() / 2**30 / self.seconds
+        return self.recent.fetched_bytes() / self.seconds
 
     def passes_per_second(self) -> float:
         """Forward passes: every layer counts each of them once."""
