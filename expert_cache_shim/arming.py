@@ -245,7 +245,9 @@ def _arm_candidates(
             _refuse_unexpected(candidate.name, error, report)
     report.armed += armed_now
     if report.armed:
-        reporting.log_regularly(report.snapshot, settings.log_interval)
+        # Ranks of tensor parallelism keep the same cache, those of expert parallelism do not.
+        if vllm_compat.tensor_parallel_rank() == 0 or candidates[0].expert_map is not None:
+            reporting.log_regularly(report.snapshot, settings.log_interval)
     elif report.snapshot:
         report.snapshot.path.unlink(missing_ok=True)
     if plan.preload and kind == "virtual":

@@ -105,10 +105,9 @@ def log_regularly(snapshot: SnapshotFile | None, interval: float) -> threading.T
 
     The thread ends when the snapshot's owner, the armed model, has gone. It is a daemon: it
     keeps no process alive. A process that is forked off later has no such thread, as it should:
-    it has the memory of this model, but does not serve it. One rank speaks for the others of a
-    tensor-parallel group, which all keep the same cache.
+    it has the memory of this model, but does not serve it.
     """
-    if snapshot is None or interval == 0 or vllm_compat.tensor_parallel_rank() != 0:
+    if snapshot is None or interval == 0:
         return None
     thread = threading.Thread(
         target=_log_while_in_use, args=(weakref.ref(snapshot), snapshot.path, interval),

@@ -350,6 +350,7 @@ def test_a_hook_of_another_package_that_raises_does_so_as_without_us(python, ord
         say(load(take("base_loader"))[0])
         """)
     assert said == [["theirs"], [1]]
+    assert errors == ""
 
 
 # --- The server's metrics -------------------------------------------------------------------

@@ -8,7 +8,9 @@ import threading
 import weakref
 
 import pytest
-from synthetic.checks import model_of
+from synthetic import Model
+from synthetic.checks import loaded_layer, model_of
+from test_expert_parallel import map_of
 
 from expert_cache_shim import reporting, telemetry, vllm_compat
 from expert_cache_shim.policy import COUNTERS
@@ -244,3 +246,9 @@ def test_the_first_rank_speaks_for_a_tensor_parallel_group(arm, threads, monkeyp
     monkeypatch.setattr(vllm_compat, "tensor_parallel_rank", lambda: 0)
     arm(model_of())
     assert len(threads()) == 1
+
+
+def test_each_rank_of_expert_parallelism_speaks_for_itself(arm, threads, monkeypatch):
+    monkeypatch.setattr(vllm_compat, "tensor_parallel_rank", lambda: 1)
+    report = arm(Model(loaded_layer(expert_map=map_of(1, "linear"))))
+    assert len(report.armed) == len(threads()) == 1
