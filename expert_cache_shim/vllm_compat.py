@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ def offloaded_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.n
             yield name, parameter
 
 
-def forget_offloaded(parameter: torch.nn.Parameter) -> None:
-    setattr(parameter, OFFLOADED, False)
+def set_offloaded(parameters: Iterable[torch.nn.Parameter], offloaded: bool) -> None:
+    for parameter in parameters:
+        setattr(parameter, OFFLOADED, offloaded)
 
 
 # --- The server's /metrics -----------------------------------------------------------------

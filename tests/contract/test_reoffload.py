@@ -49,11 +49,15 @@ class Device:
 
     def offload(self, layer: RoutedExperts) -> None:
         """What vLLM's UVAOffloader leaves of a layer before its weights are loaded."""
+        packed = isinstance(layer.quant_method, Renamed)
         for name, parameter in list(layer.named_parameters()):
             new = self.parameter(parameter.data, requires_grad=False)
             if name in NAMES:
                 self.view(new.data)
                 setattr(new, FLAG, True)
+            if packed and name in ("w13_weight", "w2_weight"):
+                delattr(layer, name)
+                name += "_packed"
             setattr(layer, name, new)
 
     @property
@@ -148,6 +152,18 @@ class Repacked(methods.Int8ChannelMoEMethod):
         super().process_weights_after_loading(layer)
 
 
+class Renamed(Repacked):
+    """Weights that are loaded packed, and have another name when they are repacked: as
+    compressed-tensors' NVFP4 method does it."""
+
+    def process_weights_after_loading(self, layer):
+        for name in ("w13_weight", "w2_weight"):
+            packed = getattr(layer, f"{name}_packed")
+            delattr(layer, f"{name}_packed")
+            setattr(layer, name, type(packed)(packed.data, requires_grad=False))
+        super().process_weights_after_loading(layer)
+
+
 class Refused(Repacked):
     """A method that the cache does not serve."""
 
@@ -211,6 +227,29 @@ def test_control_the_newest_release_leaves_repacked_experts_in_device_memory(vll
     assert flags(loaded) == {True}
     ((_, refusal), _) = arm(loaded).refused
     assert refusal.reason == "its weights are resident in device memory"
+
+
+@pytest.mark.parametrize("version", [OLDEST_TRIED, NEWEST_TRIED])
+def test_repacked_experts_with_a_new_name_lie_on_the_host_and_are_served(
+    version, vllm, device, arm, caplog
+):
+    caplog.set_level(logging.INFO)
+    loaded = model(Renamed)
+    process(vllm(version), device, loaded, watched=True)
+    assert all(on_host(device, loaded).values())
+    assert flags(loaded) == {True}
+    assert any("the experts of 2 layers" in message for message in caplog.messages)
+
+    assert len(arm(loaded).armed) == 2
+    assert_same(outputs(loaded), outputs(load(model())))
+
+
+@pytest.mark.parametrize("version", [OLDEST_TRIED, NEWEST_TRIED])
+def test_control_every_release_leaves_what_has_a_new_name_in_device_memory(version, vllm, device):
+    loaded = model(Renamed)
+    process(vllm(version), device, loaded, watched=False)
+    left = {name for name, host in on_host(device, loaded).items() if not host}
+    assert left == {f"{layer}.{name}" for layer in (0, 1) for name in ("w13_weight", "w2_weight")}
 
 
 def left_alone(vllm, device, method: type = Repacked) -> bool:
