@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,9 +64,11 @@ def parse(name: str) -> Arm:
     return Arm(name, OFFLOAD, environment)
 
 
-def environment(arm: Arm, snapshots: Path, extra: dict[str, str]) -> dict[str, str]:
+def environment(
+    arm: Arm, snapshots: Path, extra: dict[str, str], inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """The whole environment of an arm's process. The shim starts from this source tree."""
-    inherited = {k: v for k, v in os.environ.items() if k not in DECIDED}
+    inherited = {k: v for k, v in inherited.items() if k not in DECIDED}
     path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH", "")]))
     return {
         **inherited,

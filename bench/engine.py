@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import statistics
@@ -77,7 +78,15 @@ class Engine:
         self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
         self._snapshots = snapshots
         self._names = itertools.count()
-        self._clock = GraphClock()
+
+    @functools.cached_property
+    def _clock(self) -> GraphClock:
+        """From the first window on: it stays in this process, and costs every replay."""
+        return GraphClock()
+
+    def model(self) -> torch.nn.Module:
+        """The model itself; the engine runs in this process."""
+        return self.llm.apply_model(lambda model: model)[0]
 
     def layers(self) -> list[dict]:
         """What the cache says of each armed layer: slots, storage, bytes of a record."""
@@ -197,6 +206,27 @@ class Engine:
             if interrupt and number == interrupt[0]:
                 names.append(self.submit(interrupt[1], 1))
         return [tokens[name] for name in names]
+
+    def batch(self, number: int, request: dict) -> list[list[int]]:
+        """The new tokens for each of `request["prompts"]`, lengths of random prompts that
+        `number` chooses: `max_tokens` each, and maybe an `interrupt` (step, length of a prompt
+        that joins there)."""
+        prompts = [
+            self.prompt(length, seed=100 * number + i)
+            for i, length in enumerate(request["prompts"])
+        ]
+        interrupt = request.get("interrupt")
+        if interrupt:
+            interrupt = interrupt[0], self.prompt(interrupt[1], seed=99)
+        return self.generate(prompts, request["max_tokens"], interrupt)
+
+    def close(self) -> None:
+        """Gives back what the engine holds, so that this process can have another one."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
 
 
 def copy_bandwidth(repeats: int = 7) -> dict[str, float] | None:

@@ -6,6 +6,7 @@ Equal tokens prove nothing unless wrong experts would change them.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -15,9 +16,10 @@ from expert_cache_shim.native import Tensor
 WORDS = ctypes.sizeof(Tensor) // 8  # int64 words of a table entry; the first is the source
 
 
-def install() -> None:
-    """From now on every layer that is armed, but for the first, fetches the records of the layer
-    before it: the right expert numbers, the right places, the wrong bytes."""
+def install() -> Callable[[], None]:
+    """From now on every layer that is armed or restored, but for the first, fetches the records of
+    the layer before it: the right expert numbers, the right places, the wrong bytes. Returns what
+    takes the fault away for layers to come."""
     original = storage.Storage.table
     layers: list[tuple[storage.Storage, torch.Tensor]] = []
 
@@ -30,4 +32,8 @@ def install() -> None:
             entries[:, 0] = layers[-2][1]
         return table
 
+    def remove() -> None:
+        storage.Storage.table = original
+
     storage.Storage.table = table_of_the_layer_before
+    return remove

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from . import arms
 from .options import Options
@@ -33,15 +33,11 @@ def run(
     deadline: time.time() after which no task is begun. Whatever goes wrong becomes an `error`
     event, so that other arms can go on. The process and its children are gone at the end.
     """
-    # In memory where that is to be had: the kernels store the counters into a file there, and a
-    # driver need not map a file on a disk.
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=memory) as temporary:
-        folder = Path(temporary)
+    with temporary_folder() as folder:
         job = {
             "shape": options.shape,
             "layers": options.layers,
-            "folder": temporary,
+            "folder": str(folder),
             "engine": {**options.engine, **arm.engine},
             "snapshots": str(folder / "snapshots") if arm.cached else None,
             "routing": options.routing,
@@ -51,39 +47,52 @@ def run(
             "tasks": tasks,
             "deadline": deadline,
         }
-        (folder / "job.json").write_text(json.dumps(job))
         environment = arms.environment(arm, folder / "snapshots", options.environment)
         if options.routing == "trace":
             environment["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = STRATEGY
-        log = _log_file(arm, options, folder)
-        yield from _events(folder / "job.json", environment, log, deadline)
+        log = log_file(arm.name, options, folder)
+        yield from events("bench.worker", job, environment, log, deadline)
 
 
-def _log_file(arm: arms.Arm, options: Options, folder: Path) -> Path:
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """In memory where that is to be had: the kernels store the counters into a file there, and a
+    driver need not map a file on a disk."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=memory) as folder:
+        yield Path(folder)
+
+
+def log_file(name: str, options: Options, folder: Path) -> Path:
     if options.logs is None:
         return folder / "log.txt"
     options.logs.mkdir(parents=True, exist_ok=True)
-    return options.logs / f"{arm.name}.txt"
+    return options.logs / f"{name}.txt"
 
 
-def _events(
-    job: Path, environment: dict[str, str], log: Path, deadline: float | None
-) -> Iterator[dict[str, Any]]:
+def events(
+    module: str, job: dict, environment: dict[str, str], log: Path,
+    deadline: float | None = None, patience: float | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """What a process that runs `module` with this job tells, until it says `end`.
+
+    patience: seconds that may pass between two events. A process that ends, is late or keeps
+    silent for longer gives an `error`.
+    """
     read, write = os.pipe()
+    path = log.with_suffix(".json")
+    path.write_text(json.dumps(job))
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.worker", str(job), str(write)],
+            [sys.executable, "-m", module, str(path), str(write)],
             cwd=arms.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
             pass_fds=[write], start_new_session=True,
         )  # fmt: skip
     os.close(write)
-    if deadline is not None:
-        timer = threading.Timer(deadline + GRACE_SECONDS - time.time(), _kill, [process])
-        timer.daemon = True
-        timer.start()
+    late = None if deadline is None else deadline + GRACE_SECONDS - time.time()
     try:
-        with os.fdopen(read) as lines:
-            for line in lines:
+        with os.fdopen(read) as lines, _killed_after(late, process):
+            for line in _lines(lines, process, patience):
                 event = json.loads(line)
                 if event["event"] == "end":
                     return
@@ -95,9 +104,30 @@ def _events(
         text = f"the process ended with status {process.wait()}"
         yield {"event": "error", "text": text, **_from_log(log, "error")}
     finally:
-        if deadline is not None:
-            timer.cancel()
         _stop(process)
+
+
+def _lines(stream: TextIO, process: subprocess.Popen, patience: float | None) -> Iterator[str]:
+    while True:
+        with _killed_after(patience, process):
+            line = stream.readline()
+        if not line:
+            return
+        yield line
+
+
+@contextlib.contextmanager
+def _killed_after(seconds: float | None, process: subprocess.Popen) -> Iterator[None]:
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, _kill, [process])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _from_log(log: Path, event: str) -> dict[str, list[str]]:

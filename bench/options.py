@@ -50,6 +50,11 @@ def add(parser: argparse.ArgumentParser, layers: int = 12, routing: str = "trace
     group.add_argument(
         "--hot", type=int, default=16, help="experts of a layer that hits-only cells route to"
     )
+    add_engine(group)
+
+
+def add_engine(group: argparse._ActionsContainer) -> None:
+    """What has nothing to do with the model."""
     group.add_argument(
         "--engine", action="append", default=[], metavar="NAME=VALUE",
         help="an option of vllm.LLM for every arm, the value in JSON or as it is, for example "

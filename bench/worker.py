@@ -20,6 +20,8 @@ from typing import Any
 from . import fault, model, routing
 from .engine import Engine, copy_bandwidth, device, used_bytes, wait_for_memory
 
+Tell = Callable[[str, dict[str, Any]], None]
+
 
 class Worker:
     """The engine of a job, and a method for each kind of task."""
@@ -98,19 +100,11 @@ class Worker:
         return {"windows": [asdict(window) for window in measured]}
 
     def generate(self, requests: list[dict]) -> dict:
-        """Token lists of several batches: each request has `prompts` (lengths), `max_tokens` and
-        maybe `interrupt` (step, length of a prompt that joins there)."""
+        """Token lists of several batches, as `Engine.batch` takes them."""
         answers = []
         for number, request in enumerate(requests):
             self._route("trace")
-            prompts = [
-                self.engine.prompt(length, seed=100 * number + i)
-                for i, length in enumerate(request["prompts"])
-            ]
-            interrupt = request.get("interrupt")
-            if interrupt:
-                interrupt = interrupt[0], self.engine.prompt(interrupt[1], seed=99)
-            answers.append(self.engine.generate(prompts, request["max_tokens"], interrupt))
+            answers.append(self.engine.batch(number, request))
         return {"tokens": answers, "counters": self.engine.counters()}
 
     def after_prefill(self, tokens: int, warm: int, steps: int) -> dict:
@@ -154,18 +148,7 @@ class Worker:
         return {**task, **result, "task_seconds": time.perf_counter() - started}
 
 
-def main() -> None:
-    job, descriptor = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
-    os.set_inheritable(descriptor, False)
-    with os.fdopen(descriptor, "w", buffering=1) as results:
-
-        def tell(event: str, content: dict[str, Any]) -> None:
-            results.write(json.dumps({"event": event, **content}) + "\n")
-
-        serve(job, tell)
-
-
-def serve(job: dict, tell: Callable[[str, dict[str, Any]], None]) -> None:
+def serve(job: dict, tell: Tell) -> None:
     """Does the job. An error is told and ends it: what was told before stays good."""
     try:
         worker = Worker(job)
@@ -179,6 +162,17 @@ def serve(job: dict, tell: Callable[[str, dict[str, Any]], None]) -> None:
     except Exception as error:
         tell("error", {"text": f"{type(error).__name__}: {error}"})
         raise
+
+
+def main(serve: Callable[[dict, Tell], None] = serve) -> None:
+    job, descriptor = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    os.set_inheritable(descriptor, False)
+    with os.fdopen(descriptor, "w", buffering=1) as results:
+
+        def tell(event: str, content: dict[str, Any]) -> None:
+            results.write(json.dumps({"event": event, **content}) + "\n")
+
+        serve(job, tell)
 
 
 if __name__ == "__main__":

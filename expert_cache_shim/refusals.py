@@ -109,7 +109,7 @@ def _check_form(layer: torch.nn.Module) -> None:
         raise Refusal(
             f"{type(method).__name__} is monolithic: it routes inside the kernel and has no "
             "routing ids to rewrite",
-            "choose a modular kernel, for example --moe-backend triton",
+            "choose a modular kernel, for example --moe-backend triton, or marlin for MXFP4",
         )
     if vllm_compat.is_lora_enabled(layer):
         raise Refusal("LoRA kernels index by expert id", "serve without --enable-lora")

@@ -6,14 +6,11 @@ several models where it can and is made once a session.
 
 import functools
 import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import engine
 import pytest
-
-sys.path.insert(0, str(engine.ROOT / "examples"))  # tiny_moe
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,8 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(folder: Path) -> Callable[[str], str]:
     """The folder of a tiny checkpoint: an architecture, or a quantisation of Qwen3-MoE."""
-    from quantised_checkpoint import SCHEMES, write_quantised
-    from tiny_moe import write_checkpoint
+    from examples.quantised_moe import SCHEMES, write_quantised
+    from examples.tiny_moe import write_checkpoint
 
     @functools.cache
     def write(kind: str) -> str:

@@ -11,8 +11,11 @@ SLOTS = 16
 METHODS = {
     "int8_channel": "CompressedTensorsW8A8Int8MoEMethod",
     "fp8_channel": "CompressedTensorsW8A8Fp8MoEMethod",
+    "fp8_static": "CompressedTensorsW8A8Fp8MoEMethod",
+    "fp8_tensor": "Fp8MoEMethod",
     "fp8_block": "Fp8MoEMethod",
     "w4a16": "CompressedTensorsWNA16MoEMethod",
+    "w8a16": "CompressedTensorsWNA16MoEMethod",
     "gptq": "AutoGPTQMoEMethod",
 }
 
