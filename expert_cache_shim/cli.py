@@ -17,13 +17,14 @@ from . import __version__
 from .commands import CommandError, Option
 from .commands.build import build
 from .commands.doctor import doctor
+from .commands.plan import plan
 from .commands.start_up import disable, enable
 from .commands.status import status
 from .commands.trace import info, replay
 from .commands.trace_plot import plot
 from .installation import invocation
 
-COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor, status)
+COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor, plan, status)
 GROUPS: dict[str, tuple[str, tuple[Callable[..., int], ...]]] = {
     "trace": (
         "Recorded routing: look at it, and count what a cache would miss.",
