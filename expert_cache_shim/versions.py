@@ -41,6 +41,12 @@ def note(version: str | None) -> str | None:
     return None
 
 
+def minor(version: str) -> tuple[int, int]:
+    """(0, 33) for "0.33.1"; for one that cannot be placed that of the newest tried."""
+    first, second, *_ = (*(_release(version) or _release(NEWEST_TRIED)), 0)
+    return first, second
+
+
 def _release(version: str) -> tuple[int, ...] | None:
     """The numbers before any suffix, without zeros at the end: "0.33.0rc1+rocm7" is (0, 33). A
     pre-release counts as its release, and so does a build with a local suffix."""

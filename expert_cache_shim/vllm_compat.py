@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -361,6 +361,36 @@ def offloading() -> Offloading:
         offloader_name(),
         int(getattr(_offloader(), "cpu_offload_bytes", 0)),
     )
+
+
+# Names of an expert's weight below a decoder layer: 0.21-0.23, and from 0.24 on.
+EXPERT_NAMES = ("mlp.experts.w13_weight", "mlp.experts.routed_experts.w13_weight")
+
+
+def offloads_experts(param: str) -> bool:
+    """Whether an entry of --cpu-offload-params matches weights of experts: whole parts of the
+    name, between dots (0.21-0.33)."""
+    return any(f".{param}." in f".{name}." for name in EXPERT_NAMES)
+
+
+def prefers_second_runner(minor: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether vLLM takes its second model runner unasked, in releases where that one ignores the
+    offloader (0.21-0.27): DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES, from 0.24 on."""
+    defaults = {"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"}
+    return (0, 24) <= minor < (0, 28) and not defaults.isdisjoint(architectures)
+
+
+def parse_command_line(words: Sequence[str]) -> Any:
+    """The namespace that vLLM makes of `serve MODEL …` (0.21-0.33). For a process of its own: it
+    imports vLLM's front end, which takes seconds. Raises SystemExit as argparse does."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    commands = parser.add_subparsers(required=True, dest="subparser")
+    for command in cmd_init():
+        command.subparser_init(commands)
+    return parser.parse_args(list(words))
 
 
 def uses_ubatches() -> bool:

@@ -10,7 +10,7 @@ from ..installation import build_command
 from .check import Check, size
 from .library_file import check_file, default_file, has_checksum
 
-SLOW_LINK = 6.0  # GiB/s; what is below is narrower than 8 lanes of PCIe 4.0, or 16 of 3.0
+SLOW_LINK = 6.5  # GB/s; what is below is narrower than 8 lanes of PCIe 4.0, or 16 of 3.0
 SEES_GPUS = {
     "cuda": "give the container its GPUs: docker run --gpus all",
     "hip": "give the container its GPUs: docker run --device /dev/kfd --device /dev/dri",
@@ -101,8 +101,8 @@ def check_link(found: dict) -> Check:
             "link", "warn", f"not measured: {found['error']}",
             "free memory on host and GPU, and check the limit of pinned memory",
         )  # fmt: skip
-    rate = found["bytes"] / found["seconds"] / 2**30
-    text = f"{rate:.1f} GiB/s from pinned host memory to GPU 0 ({size(found['bytes'])})"
+    rate = found["bytes"] / found["seconds"] / 1e9
+    text = f"{rate:.1f} GB/s from pinned host memory to GPU 0 ({size(found['bytes'])})"
     if rate < SLOW_LINK:
         return Check(
             "link", "warn", f"{text}, which is slow",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from ..settings import VARIABLES, Settings, SettingsError
 from .check import Check, size
 from .machine import cgroup_memory_limit, filesystem_of, locked_memory_limit, memory_total
 
+LITTLE_SHARED = 2**30
+MORE_SHARED = "docker run --shm-size 8g, or --ipc host"
 IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 
 
@@ -52,6 +55,18 @@ def check_pinned_memory(link: dict | None) -> Check:
         "pinned memory", "warn", f"{text}; a driver that applies it cannot pin the experts",
         "`ulimit -l unlimited`, or docker run --ulimit memlock=-1",
     )  # fmt: skip
+
+
+def check_shared_memory(folder: str = "/dev/shm") -> Check:
+    """Ranks of one engine exchange messages in it, and containers give it 64 MiB."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return Check("shared memory", "warn", f"{folder}: {error.strerror}", MORE_SHARED)
+    text = f"{folder} has {size(found.f_frsize * found.f_blocks)}"
+    if found.f_frsize * found.f_blocks < LITTLE_SHARED:
+        return Check("shared memory", "warn", f"{text}, too little for several GPUs", MORE_SHARED)
+    return Check("shared memory", "ok", text)
 
 
 def check_counters(setting: str | None) -> Check:

@@ -7,11 +7,12 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 from .. import __version__
-from . import Option, check_device, check_host, check_start
+from . import Option, check_device, check_host, check_offload, check_start
 from .check import Check
 from .machine import torch_backend
 from .probe import probe
@@ -21,6 +22,10 @@ NAME_WIDTH = 14
 
 
 def doctor(
+    command: Annotated[
+        list[str],
+        Option("COMMAND", "After `--`: a `vllm serve` command line, to be checked as well."),
+    ] = (),
     build: Annotated[
         bool,
         Option(
@@ -31,7 +36,7 @@ def doctor(
     as_json: Annotated[bool, Option("--json", "Everything as JSON.")] = False,
 ) -> int:
     """Check the installation and this machine; status 1 if the cache cannot work."""
-    checks = checks_of_image() if build else checks_of_machine()
+    checks = checks_of_image() if build else checks_of_machine(command)
     failed = any(check.status == "fail" for check in checks)
     if as_json:
         report = {
@@ -64,7 +69,9 @@ def checks_of_image() -> list[Check]:
     ]
 
 
-def checks_of_machine() -> list[Check]:
+def checks_of_machine(command: Sequence[str] = ()) -> list[Check]:
+    """command: `vllm serve …`, whose options are checked too."""
+    words = check_offload.serve_words(list(command)) if command else []
     backend, _ = torch_backend()
     needed = backend or "host"
     file = check_device.needed_file(needed)
@@ -72,7 +79,8 @@ def checks_of_machine() -> list[Check]:
     steps = ["torch", "shim", "library", "virtual"]
     steps += ["link"] if needed != "host" else []
     steps += ["vllm"] if version == "" else []
-    found = probe(steps, needed, file)
+    steps += ["arguments"] if words and version is not None else []
+    found = probe(steps, needed, file, words)
     has_gpu = bool(found["torch"].get("gpus"))
     checks = [
         check_start.check_python(),
@@ -92,8 +100,11 @@ def checks_of_machine() -> list[Check]:
     checks += [
         check_host.check_memory(),
         check_host.check_pinned_memory(found["link"] if has_gpu else None),
+        check_host.check_shared_memory(),
         check_host.check_counters(os.environ.get("EXPERT_CACHE_SNAPSHOT", "").strip() or None),
     ]
+    if words:
+        checks += check_offload.check_arguments(found.get("arguments", {}), version)
     return checks
 
 

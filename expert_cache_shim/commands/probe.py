@@ -7,12 +7,13 @@ reads what each found; a step that began and has no result is the one that the p
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ _CODE = (
 TIMEOUT = 300  # seconds; a first import of PyTorch from a cold disk can take one minute
 
 
-def probe(steps: list[str], backend: str, file: Path) -> dict[str, dict[str, Any]]:
-    """Runs steps of "torch", "shim", "vllm", "library", "virtual" and "link" in this order.
+def probe(
+    steps: list[str], backend: str, file: Path, words: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Runs steps of "torch", "shim", "vllm", "library", "virtual", "link" and "arguments" in this
+    order; `words` are those that the last one reads.
 
     Returns what each step found; {"error": one line} where it failed or was not reached.
     """
-    command = [sys.executable, "-c", _CODE, str(_ROOT), ",".join(steps), backend, str(file)]
+    command = [sys.executable, "-c", _CODE, str(_ROOT), ",".join(steps), backend, str(file), *words]
     # The hooks have no part in this, and must not speak in it.
     environ = os.environ | {"EXPERT_CACHE_DISABLE": "1"}
     ended = f"it took more than {TIMEOUT} s"
@@ -58,12 +62,12 @@ def _how_it_ended(done: subprocess.CompletedProcess[bytes]) -> str:
     return f"status {done.returncode}{': ' if last else ''}{''.join(last)}"
 
 
-def main(steps: str, backend: str, file: str) -> None:
+def main(steps: str, backend: str, file: str, *words: str) -> None:
     """The other process: a line of JSON when a step begins, another with what it found."""
     # Only results go to the parent: PyTorch and drivers may print.
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    state: dict[str, Any] = {"backend": backend, "file": file}
+    state: dict[str, Any] = {"backend": backend, "file": file, "words": words}
     for step in steps.split(","):
         print(json.dumps({"step": step}), file=results)
         try:
@@ -155,6 +159,23 @@ def _link(state: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": LINK_BYTES, "seconds": min(seconds[1:])}
 
 
+def _arguments(state: dict[str, Any]) -> dict[str, Any]:
+    from expert_cache_shim import vllm_compat
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            parsed = vllm_compat.parse_command_line(state["words"])
+    except SystemExit:
+        lines = said.getvalue().strip().splitlines() or ["vLLM's parser ended"]
+        raise RuntimeError(lines[-1]) from None
+    return {
+        name: sorted(value) if isinstance(value, (set, frozenset)) else value
+        for name, value in vars(parsed).items()
+        if isinstance(value, (str, int, float, bool, list, set, frozenset, type(None)))
+    }
+
+
 def _needed(state: dict[str, Any], name: str) -> Any:
     if name not in state:
         raise RuntimeError(f"not tried, for want of the {name}")
@@ -168,4 +189,5 @@ _STEPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "library": _library,
     "virtual": _virtual,
     "link": _link,
+    "arguments": _arguments,
 }
