@@ -48,7 +48,19 @@ def plan(candidates: Sequence[Candidate], settings: Settings, device: torch.devi
     preload = settings.preload == "on"
     if settings.preload == "auto" and len(candidates) > 1:
         preload = _cost(candidates, plan.slots, overflow_sets=2) <= room
-    return replace(plan, preload=preload and plan.overflow)
+    plan = replace(plan, preload=preload and plan.overflow)
+    _warn_if_too_much(_cost(candidates, plan.slots, plan.overflow + plan.preload) - room)
+    return plan
+
+
+def _warn_if_too_much(lacking: int) -> None:
+    """What was named is taken even so: `room_on` is an estimate."""
+    if lacking > 0:
+        logger.warning(
+            "expert cache: takes about %s GiB more device memory than vLLM can spare: it may not "
+            "start, or spill to host memory where the driver allows it (WSL); lower "
+            "EXPERT_CACHE_SLOTS, GIB or FRACTION", f"{lacking / 2**30:.2f}",
+        )  # fmt: skip
 
 
 def _fit(

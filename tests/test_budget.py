@@ -99,6 +99,21 @@ def test_a_named_budget_is_taken_whatever_the_room(planned, settings):
     assert (slots_of(plan), plan.overflow, plan.note) == (expected, True, "")
 
 
+@pytest.mark.parametrize("spare, warned", [(0, False), (-1, True)])
+@pytest.mark.parametrize(
+        "settings",
+    [
+        {"overflow": "off"}, {"overflow": "on", "preload": "off"},
+        {"overflow": "on", "preload": "on"},
+    ],
+)  # fmt: skip
+def test_what_is_named_and_does_not_fit_is_warned_of(planned, caplog, settings, spare, warned):
+    room = cost(planned(10**9, slots=20, **settings), candidates()) + spare
+    caplog.clear()
+    planned(room, slots=20, **settings)
+    assert [message[:27] for message in caplog.messages] == ["expert cache: takes about 0"] * warned
+
+
 @pytest.mark.parametrize("room", [None, 0, 10**9])
 def test_named_overflow_is_taken_whatever_the_room(planned, room):
     assert planned(room, slots=5, overflow="on").overflow
