@@ -150,18 +150,21 @@ def judge(scheme: dict) -> tuple[str, bool]:
     reference, *cached = found
     if not cached:
         return "not tried through the cache", True
-    if not cached[0]["armed"]:
-        reason = "; ".join(cached[0]["warnings"]) or "no reason given"
-        equal = differing(cached[0], reference)[0] == 0
-        return f"refused: {reason}", equal
+    refused = [arm for arm in cached if not arm["armed"]]
     for arm in cached:
         if differing(arm, reference)[0]:
             return f"tokens differ ({arm['arm']})", False
+        if arm in refused:
+            continue
         if not (arm["counters"]["hits"] and arm["counters"]["misses"]):
             return f"the cache did not work ({arm['arm']})", False
         if not differing({"tokens": arm["wrong"]}, reference)[0]:
             return f"wrong experts do not show ({arm['arm']})", False
-    return "served, identical", True
+    results = [] if refused == cached else ["served, identical"]
+    for arm in refused:
+        where = f" ({arm['arm']})" if results else ""
+        results.append(f"refused{where}: {'; '.join(arm['warnings']) or 'no reason given'}")
+    return "; ".join(results), True
 
 
 def differing(arm: dict, reference: dict) -> tuple[int, int]:

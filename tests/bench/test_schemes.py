@@ -51,7 +51,17 @@ def test_a_refusal_is_a_result_as_long_as_the_tokens_are_right(scheme):
     assert schemes.judge(scheme) == ("refused: not armed: it is monolithic", True)
     assert schemes.row(scheme)[3:5] == ["-", "-"]
     refused["tokens"] = WRONG
-    assert not schemes.judge(scheme)[1]
+    assert schemes.judge(scheme) == ("tokens differ (cache-16)", False)
+
+
+def test_one_storage_may_be_refused_where_the_other_is_served(scheme):
+    plain = {**UNCACHED, "arm": "cache-8-plain", "warnings": ["not known to run"]}
+    scheme["arms"].append(plain)
+    assert schemes.judge(scheme) == (
+        "served, identical; refused (cache-8-plain): not known to run", True,
+    )  # fmt: skip
+    plain["tokens"] = WRONG
+    assert schemes.judge(scheme) == ("tokens differ (cache-8-plain)", False)
 
 
 def test_a_scheme_without_a_kernel_here_is_no_fault_of_the_cache(scheme):

@@ -5,13 +5,14 @@ What vLLM needs on this machine is said in BENCH_ENGINE, for example
 """
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench import arms, jobs, options
+from bench import arms, jobs, options, schemes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +38,21 @@ def test_a_plain_layer_gives_the_same_tokens():
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_quantised_experts_give_the_same_tokens(tmp_path):
+    """Every scheme that vLLM has a kernel for on this GPU; bfloat16 and float16 have one on all."""
+    output = tmp_path / "schemes.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.schemes", "--plain", "--output", str(output)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {
+        scheme["name"]: schemes.judge(scheme)
+        for scheme in json.loads(output.read_text())["schemes"]
+    }
+    assert found["bf16"] == found["fp16"] == ("served, identical", True)
 
 
 @pytest.mark.parametrize("arm", ["cache-16", "cache-16-plain"])
