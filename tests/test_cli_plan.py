@@ -17,6 +17,7 @@ from start_up import ROOT
 from expert_cache_shim import cli
 from expert_cache_shim.commands import plan
 
+sys.path.insert(0, str(ROOT / "examples"))  # tiny_moe, and what builds on it
 QWEN = str(CONFIGS / "qwen3-30b-a3b.json")
 GIB = 2**30
 
@@ -154,7 +155,6 @@ def test_expert_parallel_ranks_hold_whole_experts():
 
 
 def test_a_checkpoint_is_sized_by_its_headers(tmp_path):
-    sys.path.insert(0, str(ROOT / "examples"))
     tiny_moe = pytest.importorskip("tiny_moe")
     tiny_moe.write_checkpoint("deepseek_v2", tmp_path)
     exact = report(tmp_path, "--vram", "3")
@@ -164,6 +164,21 @@ def test_a_checkpoint_is_sized_by_its_headers(tmp_path):
     assert foretold["model"].pop("sizes_from") == "config.json"
     del exact["model"]["sizes_from"]
     assert exact == foretold
+
+
+def test_a_checkpoint_of_an_unknown_format_is_sized_and_a_config_alone_refused(tmp_path):
+    quantised = pytest.importorskip("quantised_checkpoint")
+    quantised.write_quantised("w4a16", tmp_path)
+    known = report(tmp_path, "--vram", "3")["model"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "of tomorrow"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    unknown = report(tmp_path, "--vram", "3")["model"]
+    assert unknown.pop("stored_as") == "of tomorrow" and known.pop("stored_as") == "int4"
+    assert unknown == known
+    (tmp_path / "model.safetensors").unlink()
+    said = refusal(tmp_path, "--vram", "3")
+    assert 'quantization_config: quant_method is "of tomorrow"; it must be one of' in said
 
 
 def test_a_model_that_was_downloaded_before_is_found_by_name(tmp_path, monkeypatch):

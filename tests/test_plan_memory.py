@@ -1,7 +1,10 @@
 """Device and host memory, against the real allocator and values worked out by hand."""
 
+import re
+
 import pytest
 from model_configs import model
+from start_up import ROOT
 
 from expert_cache_shim import layout
 from expert_cache_shim.commands import plan_memory
@@ -141,6 +144,24 @@ def test_the_most_slots_fit_and_one_more_does_not(room, regions):
     best = most_slots(shapes, experts, room, regions)
     assert best == 0 or cost(best) <= room
     assert best == experts - 1 or cost(best + 1) > room
+
+
+def test_the_line_that_a_real_engine_logged_is_foretold(monkeypatch):
+    """The README quotes it: the demo's model, on the host's pages of 4 KiB."""
+    line = re.search(
+        r"armed: (\d+) of (\d+) experts resident in each.* ([\d.]+) MiB of device memory for slots "
+        r"and ([\d.]+) MiB shared, ([\d.]+) MiB of experts on the host",
+        (ROOT / "README.md").read_text(),
+    )
+    slots, experts = map(int, line.groups()[:2])
+    tiny = model(
+        "qwen3-30b-a3b", num_hidden_layers=4, hidden_size=128, num_experts=experts,
+        moe_intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    monkeypatch.setattr(plan_memory, "GRANULARITY", 4096)
+    shapes = sizes_of(tiny, tiny.tensors, 1).shapes
+    found = (*cache_memory(shapes, experts, slots), host_memory(shapes, experts)[0])
+    assert [round(size / MIB, 2) for size in found] == [float(size) for size in line.groups()[2:]]
 
 
 # --- What does not depend on slots ----------------------------------------------------------

@@ -50,12 +50,12 @@ def experts_of(arguments: Mapping) -> Experts | None:
     try:
         path = plan_config.find(str(model))
         fields = plan_config.read(path)
-        described = describe(fields)
+        tensors = plan_checkpoint.read(path.parent)
+        described = describe(fields, foretell=not tensors)
         ranks = int(arguments.get("tensor_parallel_size") or 1)
         by_expert = bool(arguments.get("enable_expert_parallel"))
         require_divisible(described, ranks, by_expert)
-        tensors = plan_checkpoint.read(path.parent) or described.tensors
-        sizes = sizes_of(described, tensors, ranks, by_expert)
+        sizes = sizes_of(described, tensors or described.tensors, ranks, by_expert)
         architectures = tuple(fields.texts("architectures"))
     except CommandError:
         return None

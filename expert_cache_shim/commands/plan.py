@@ -15,7 +15,7 @@ from .plan_curves import CURVES
 from .plan_families import Model, describe
 from .plan_memory import Load, host_memory, most_slots
 from .plan_misses import Expectation, from_curves, from_trace
-from .plan_quantization import COMMON
+from .plan_quantization import COMMON, Tensor
 from .plan_sizes import Sizes, require_divisible, shape_of, sizes_of
 
 LINK = 25e9  # bytes a second; what 16 lanes of PCIe 4.0 bring
@@ -70,7 +70,8 @@ def plan(
 ) -> int:
     """Size slots, memory and decode rate of a model before serving it; status 1 if nothing fits."""
     path = plan_config.find(model)
-    described = describe(plan_config.read(path))
+    tensors = plan_checkpoint.read(path.parent)
+    described = describe(plan_config.read(path), foretell=not tensors)
     context = _context(described, context)
     load = Load(context, streams, ranks, batched_tokens, _kv_bytes(kv_dtype), by_expert)
     _require_sensible(
@@ -82,7 +83,7 @@ def plan(
         }
     )  # fmt: skip
     require_divisible(described, ranks, by_expert)
-    sizes, origin = _sizes(described, path, load, quantization)
+    sizes, origin = _sizes(described, tensors, load, quantization)
     machine, here = _machine(vram, utilization, link, memory_rate, resident)
     best, _ = best_slots(described, sizes, load, machine)
     slots = [0, *candidates(sizes.experts, best)]
@@ -132,9 +133,10 @@ def _require_sensible(values: dict[str, float | None]) -> None:
             raise CommandError(f"{name} {value:g}: it must be above 0, and at most {most:g}")
 
 
-def _sizes(model: Model, path: Path, load: Load, quantization: str | None) -> tuple[Sizes, str]:
+def _sizes(
+    model: Model, tensors: list[Tensor], load: Load, quantization: str | None
+) -> tuple[Sizes, str]:
     """What a rank holds, and where that is known from."""
-    tensors = plan_checkpoint.read(path.parent)
     origin = "the headers of its checkpoint" if tensors else "config.json"
     sizes = sizes_of(model, tensors or model.tensors, load.ranks, load.by_expert)
     if quantization is None:

@@ -70,8 +70,9 @@ class Family:
     """The kinds of attention, layer by layer, repeated, where the config does not list them."""
 
 
-def describe(config: Fields) -> Model:
-    """Raises CommandError, naming the field, for what is no model that is known here."""
+def describe(config: Fields, foretell: bool = True) -> Model:
+    """Raises CommandError, naming the field, for what is no model that is known here. foretell:
+    whether the checkpoint's tensors are asked of the config; False where they can be read."""
     inner = config.part("text_config")
     config = inner if inner is not None else config
     kind = config.text("model_type")
@@ -79,7 +80,7 @@ def describe(config: Fields) -> Model:
         raise config.error("model_type", kind, f"one of {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[kind]
     dtype = DTYPES.get(config.text("torch_dtype", "dtype", default="auto"), "BF16")
-    writer = Writer(config, family, quantization_of(config, dtype))
+    writer = Writer(config, family, quantization_of(config, dtype, foretell))
     moe_layers = tuple(writer.layer(index) for index in range(writer.layers))
     writer.ends()
     return Model(

@@ -157,16 +157,18 @@ class Quantization:
     scheme_of: Callable[[str], Scheme]
 
 
-def quantization_of(config: Fields, dtype: str) -> Quantization:
+def quantization_of(config: Fields, dtype: str, foretell: bool) -> Quantization:
     """What a config.json says of its checkpoint. Raises CommandError for a method that is not
-    known here."""
+    known here, if its tensors are to be foretold and not read."""
     part = config.part("quantization_config") or config.part("compression_config")
     if part is None:
         return Quantization(dtype.lower(), lambda name: plain(dtype))
-    method = part.text("quant_method")
+    method = part.text("quant_method", default="modelopt")
+    if not foretell and method not in _METHODS:
+        return Quantization(method, lambda name: plain(dtype))
     if method not in _METHODS:
         known = ", ".join(sorted(_METHODS))
-        raise part.error("quant_method", method, f"one of {known}, or a checkpoint be there")
+        raise part.error("quant_method", method, f"one of {known}, or a checkpoint be beside it")
     return _METHODS[method](part, plain(dtype))
 
 
