@@ -106,11 +106,11 @@ def refresh_all() -> None:
     more, and a layer may have a new kernel. A layer whose tensors moved goes back to vLLM."""
     for model, report in list(_reports.items()):
         layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
-        before, report.armed = report.armed, []
-        for name, _ in _rebind_armed(layers, report):
-            report.refused.append((name, _MOVED))
-            logger.warning("expert cache: %s is no longer armed: %s", name, _MOVED)
+        before, report.armed, known = report.armed, [], len(report.refused)
+        moved = _rebind_armed(layers, report)
+        report.refused += [(name, _MOVED) for name, _ in moved]
         report.retired += [armed for armed in before if armed not in report.armed]
+        reporting.log_given_back(report.model, report.refused[known:])
 
 
 _MOVED = Refusal(
@@ -121,9 +121,8 @@ _MOVED = Refusal(
 def _rebound(armed: ArmedLayer, layer: torch.nn.Module) -> bool:
     """Whether the layer could be bound anew; it is given back to vLLM in any other case."""
     armed.remove()
-    if discover(layer, armed.cache.experts).keys() != armed.tensors.keys():
+    if not armed.rebind(discover(layer, armed.cache.experts)):
         return False
-    armed.bind()
     armed.cache.restore()
     armed.install()
     return True

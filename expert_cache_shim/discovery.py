@@ -115,12 +115,38 @@ class ExpertTensors:
         """Bytes of one expert's records in all tensors."""
         return sum(entry.nbytes for entry in self)
 
-    def keys(self) -> set[tuple]:
-        """Where every tensor lies and how; equal for two discoveries of an unchanged layer."""
-        return set(self._by_storage)
+    def counterparts(self, found: ExpertTensors) -> dict[int, ExpertTensor] | None:
+        """For each entry of a later discovery, by id(), the entry here that it stands for: one
+        in the same memory, or another tensor with a name or a place of it and equal content.
+        None if some entry has no counterpart, or if one here has lost its memory.
+
+        After a reload vLLM's new configs hold tensors of their own beside the layer's.
+        """
+        counterparts = {}
+        for entry in found:
+            old = self.find(entry.tensor) or self._same_content(entry)
+            if old is None:
+                return None
+            counterparts[id(entry)] = old
+        in_place = {id(self.find(entry.tensor)) for entry in found}
+        return counterparts if all(id(entry) in in_place for entry in self) else None
+
+    def _same_content(self, entry: ExpertTensor) -> ExpertTensor | None:
+        """The entry that had a name or a place of this one, if content and layout are equal."""
+        for old in self:
+            if {*old.names, *old.places} & {*entry.names, *entry.places}:
+                return old if _equal(old.tensor, entry.tensor) else None
+        return None
 
     def find(self, tensor: torch.Tensor) -> ExpertTensor | None:
         return self._by_storage.get(storage_key(tensor))
+
+
+def _equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """In layout and in every bit: no comparison is defined for some narrow types."""
+    if storage_key(tensor)[1:] != storage_key(other)[1:]:
+        return False
+    return torch.equal(*(t.detach().contiguous().view(torch.uint8) for t in (tensor, other)))
 
 
 def storage_key(tensor: torch.Tensor) -> tuple:

@@ -302,21 +302,27 @@ class ArmedLayer:
         self._original = layer.quant_method.apply
         self._key = compiled.register(model, name, cache)
         self.tensors = tensors
-        self.bind()
+        self.rebind(tensors)
 
-    def bind(self) -> None:
-        """Builds the views from what the layer's quant method holds now."""
-        placements = self.cache.storage.placements
-        views = {ROWS: {id(p.source): p.slots for p in placements}}
+    def rebind(self, found: ExpertTensors) -> bool:
+        """Builds the views from what the layer's quant method holds now, of which `found` is the
+        discovery. False, and nothing is changed, if these are not the tensors of before."""
+        counterparts = self.tensors.counterparts(found)
+        if counterparts is None:
+            return False
+        placements = {id(p.source): p for p in self.cache.storage.placements}
+        placed = {new: placements[id(old)] for new, old in counterparts.items()}
+        views = {ROWS: {new: p.slots for new, p in placed.items()}}
         if self.cache.storage.has_scratch:
-            views[SCRATCH] = {id(p.source): p.scratch for p in placements}
+            views[SCRATCH] = {new: p.scratch for new, p in placed.items()}
         method = self._layer.quant_method
         plain = self.cache.storage.kind == "plain"
         self._views = {
-            mode: KernelView(self._layer, method, self.tensors, rows, plain and mode == ROWS)
+            mode: KernelView(self._layer, method, found, rows, plain and mode == ROWS)
             for mode, rows in views.items()
         }
         self._signature = inspect.signature(self._views[ROWS].apply)
+        return True
 
     def install(self) -> None:
         """Puts the cache in front of this instance's `apply`. No class is touched."""

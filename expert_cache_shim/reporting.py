@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import vllm_compat
-from .refusals import OFFLOAD, RESIDENT
+from .refusals import OFFLOAD, RESIDENT, Refusal
 from .telemetry import Snapshot, SnapshotError, SnapshotFile, read_snapshot
 
 if TYPE_CHECKING:
@@ -33,10 +33,7 @@ def log_report(report: Report) -> None:
     if report.armed:
         logger.info("expert cache: %s", _armed_line(report, total))
         _warn_if_one_token_is_too_wide(report)
-    reasons: dict[str, list[str]] = {}
-    for name, refusal in report.refused:
-        reasons.setdefault(str(refusal), []).append(name)
-    for reason, names in reasons.items():
+    for reason, names in _by_reason(report.refused).items():
         logger.warning(
             "expert cache: %d of %d MoE layers of %s not armed (%s): %s",
             len(names), total, report.model, first_of(names), reason,
@@ -45,6 +42,23 @@ def log_report(report: Report) -> None:
         cause = "" if report.armed else _why_nothing_was_offloaded(vllm_compat.offloading())
         if cause:
             logger.warning("expert cache: no expert of %s was offloaded: %s", report.model, cause)
+
+
+def log_given_back(model: str, refused: list[tuple[str, Refusal]]) -> None:
+    """One line for each reason why layers that were served through the cache are so no longer."""
+    for reason, names in _by_reason(refused).items():
+        logger.warning(
+            "expert cache: %d MoE layers of %s are no longer armed (%s): %s",
+            len(names), model, first_of(names), reason,
+        )  # fmt: skip
+
+
+def _by_reason(refused: list[tuple[str, Refusal]]) -> dict[str, list[str]]:
+    """Names of layers, by the reason with its remedy."""
+    reasons: dict[str, list[str]] = {}
+    for name, refusal in refused:
+        reasons.setdefault(str(refusal), []).append(name)
+    return reasons
 
 
 def _armed_line(report: Report, total: int) -> str:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from synthetic import methods
 from synthetic.checks import assert_same, model_of, outputs
-from synthetic.models import Model, RoutedExperts, load
 
 from expert_cache_shim import arming, lifecycle, vllm_compat
 
@@ -124,6 +123,75 @@ def test_counters_go_on_when_weights_change_or_come_back(arm):
     assert report.snapshot.mirror(0).tolist() == counted
 
 
+def reload(model):
+    """What vLLM's layerwise reload does: weights are loaded into new parameters and processed
+    there, then copied into those that serve. The new config goes on holding the new ones."""
+    layer = model.routed[0]
+    serving = dict(layer._parameters)
+    for name, parameter in serving.items():
+        new = parameter.data * 2 if name.endswith("scale") else parameter.data.roll(1, 0)
+        layer._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
+    layer.quant_method.process_weights_after_loading(layer)
+    for name, parameter in serving.items():
+        parameter.data.copy_(layer._parameters[name])
+        layer._parameters[name] = parameter
+
+
+@pytest.mark.parametrize("storage", ["virtual", "plain"])
+@pytest.mark.parametrize("method", [methods.Int8ChannelMoEMethod, methods.Fp8BlockMoEMethod])
+def test_a_reloaded_layer_whose_config_holds_new_tensors_stays_armed(
+    arm, settings, storage, method
+):
+    settings(storage=storage)
+    models = [model_of(method) for _ in range(2)]
+    report = arm(models[0])
+    before = outputs(models[0])
+    (armed,) = report.armed
+    for _ in range(2):
+        changing_worker(lambda: [reload(model) for model in models]).reload_weights()
+        assert report.armed == [armed]
+        after = outputs(models[0])
+        assert_same(after, outputs(models[1]))
+        assert not all(torch.equal(one, other) for one, other in zip(before, after))
+        before = after
+    assert armed.cache.counters.tolist()[2] > 0
+
+
+def test_a_layer_that_a_new_config_makes_unfit_is_given_back_with_its_reason(arm, caplog):
+    kinds = (methods.Int8ChannelMoEMethod, methods.UnquantizedFusedMoEMethod)
+    models = [model_of(*kinds) for _ in range(2)]
+    report = arm(models[0])
+    outputs(models[0])
+
+    def change():
+        for model in models:
+            reload(model)
+            model.routed[0].quant_method.held = [torch.arange(8)]
+
+    changing_worker(change).reload_weights()
+    assert len(report.armed) == 1
+    (line,) = caplog.messages
+    assert "1 MoE layers of synthetic are no longer armed" in line
+    assert "held.0 is per-expert data that the cache cannot stand in for" in line
+    assert_same(*map(outputs, models))
+
+
+def test_a_config_whose_new_tensor_is_not_what_was_copied_gives_the_layer_back(arm, caplog):
+    models = [model_of(methods.Int8ChannelMoEMethod) for _ in range(2)]
+    report = arm(models[0])
+    outputs(models[0])
+
+    def change():
+        for model in models:
+            reload(model)
+            model.routed[0].quant_method.moe_quant_config._w1.scale.data.mul_(3)
+
+    changing_worker(change).reload_weights()
+    assert report.armed == []
+    assert "1 MoE layers of synthetic are no longer armed" in caplog.text
+    assert_same(*map(outputs, models))
+
+
 def wipe(report):
     """What sleep of level 2 leaves of all that PyTorch allocated; slots of virtual storage are
     not PyTorch's, but are poisoned too."""
@@ -203,7 +271,9 @@ def test_a_layer_whose_tensors_were_replaced_goes_back_to_vllm(arm, caplog):
 
     changing_worker(replace).reload_weights()
     assert "apply" not in vars(models[0].routed[0].quant_method)
-    assert "is no longer armed: its tensors were replaced while serving" in caplog.text
+    (line,) = caplog.messages
+    name = "layers.0.experts.routed_experts"
+    assert f"1 MoE layers of synthetic are no longer armed ({name}): its tensors were" in line
     assert_same(*map(outputs, models))
     # A captured graph may hold its addresses for as long as there is the model.
     assert report.armed == []
@@ -212,119 +282,3 @@ def test_a_layer_whose_tensors_were_replaced_goes_back_to_vllm(arm, caplog):
     del report
     gc.collect()
     assert cache() is None
-
-
-# --- Weights that a model is given past its worker ------------------------------------------
-
-
-class Fed(Model):
-    """A model that takes weights by name, as every model of vLLM's does."""
-
-    def load_weights(self, weights):
-        for name, value in weights:
-            self.get_parameter(name).data.copy_(value)
-        return {name for name, _ in weights}
-
-
-class Heir(Fed):
-    """A model class whose `load_weights` is another's."""
-
-
-def fed(cls: type = Fed) -> Fed:
-    return load(cls(RoutedExperts(methods.UnquantizedFusedMoEMethod)))
-
-
-NAME = "layers.0.experts.routed_experts.w13_weight"
-
-
-@pytest.fixture
-def served(monkeypatch):
-    """The outputs of a model whose class is watched, as a worker executes it."""
-    monkeypatch.setattr(Fed, "load_weights", Fed.load_weights)  # put back after the test
-
-    class Worker:
-        def execute_model(self, model):
-            return outputs(model)
-
-    lifecycle.watch(Worker)
-    for cls in (Fed, Heir, Heir):
-        lifecycle.watch_model(cls)
-    return Worker().execute_model
-
-
-def test_a_class_is_watched_where_its_method_is_defined(served):
-    assert "load_weights" not in vars(Heir)
-    assert Heir.load_weights.__wrapped__ is Fed.load_weights.__wrapped__
-    assert not hasattr(Heir.load_weights.__wrapped__, "__wrapped__")
-
-
-@pytest.mark.parametrize("cls", [Fed, Heir])
-def test_weights_given_to_a_model_directly_are_used_by_the_next_step(arm, served, cls):
-    model, fresh = fed(cls), fed(cls)
-    report = arm(model)
-    before = served(model)
-    counted = report.armed[0].cache.counters.tolist()
-    weights = [(NAME, -model.get_parameter(NAME))]
-    assert model.load_weights(weights) == fresh.load_weights(weights) == {NAME}
-    assert report.armed[0].cache.counters.tolist() == counted
-    after = served(model)
-    assert_same(after, served(fresh))
-    assert not all(torch.equal(one, other) for one, other in zip(before, after))
-
-
-def test_control_weights_given_unheard_would_not_be_used(arm, served, monkeypatch):
-    monkeypatch.setattr(lifecycle, "_forget_given", lambda: None)
-    model, fresh = fed(), fed()
-    arm(model)
-    served(model)
-    weights = [(NAME, -model.get_parameter(NAME))]
-    for one in (model, fresh):
-        one.load_weights(weights)
-    with pytest.raises(AssertionError):
-        assert_same(served(model), served(fresh))
-
-
-def test_weights_that_come_one_by_one_empty_the_cache_once(arm, served, monkeypatch):
-    model = fed()
-    report = arm(model)
-    cache, emptied = report.armed[0].cache, []
-    monkeypatch.setattr(cache, "forget", lambda: emptied.append(1))
-    for _ in range(100):
-        model.load_weights([])
-    assert emptied == []
-    served(model)
-    served(model)
-    assert emptied == [1]
-
-
-def test_only_the_model_that_is_given_weights_is_emptied(arm, served):
-    models = [fed(), fed(), fed()]
-    reports = [arm(model) for model in models[:2]]  # the third is not armed
-    for model in models:
-        served(model)
-
-    emptied = []
-    for report in reports:
-        cache = report.armed[0].cache
-        cache.forget = lambda cache=cache: emptied.append(cache)
-    for model in (models[2], models[0]):
-        model.load_weights([])
-    served(models[2])
-    assert emptied == [reports[0].armed[0].cache]
-
-
-def test_weights_of_which_one_is_wrong_leave_no_slot_stale(arm, served):
-    model, fresh = fed(), fed()
-    arm(model)
-    served(model)
-    weights = [(NAME, -model.get_parameter(NAME)), ("no.such.weight", None)]
-    for one in (model, fresh):
-        with pytest.raises(AttributeError):
-            one.load_weights(weights)
-    assert_same(served(model), served(fresh))
-
-
-def test_a_model_class_without_load_weights_is_left_alone():
-    before = dict(vars(Model))
-    lifecycle.watch_model(Model)
-    assert dict(vars(Model)) == before
