@@ -46,6 +46,9 @@ class Job:
     engine: dict = field(default_factory=dict)  # keyword arguments of vllm.LLM
     environment: dict = field(default_factory=dict)  # set while this job runs
     plugins: tuple[str, ...] = ()  # modules of this folder; install() runs before vllm.LLM
+    # A module of this folder, and what its play(llm, generate, ...) gets after these two: what
+    # happens to an engine while it serves.
+    scenario: tuple[str, ...] = ()
     reference: bool = False  # transformers in float32 in place of vLLM
     prompts: tuple[str, ...] = PROMPTS
     max_tokens: tuple[int, ...] = MAX_TOKENS

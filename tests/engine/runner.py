@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 from expert_methods import expert_methods
@@ -20,24 +21,33 @@ from expert_methods import expert_methods
 MARK = "=== job "
 
 
+def generate(llm, job: dict) -> list[list[int]]:
+    """Greedy token ids of vLLM, a list for each prompt."""
+    from vllm import SamplingParams
+
+    samplings = [
+        SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
+        for limit in job["max_tokens"]
+    ]
+    outputs = llm.generate(job["prompts"], samplings, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def serve(job: dict) -> dict:
-    """Greedy token ids of vLLM, a list for each prompt, and the experts' quant methods."""
-    from vllm import LLM, SamplingParams
+    """Token ids, the experts' quant methods, and what the job's scenario adds to these."""
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     for plugin in job["plugins"]:
         importlib.import_module(plugin).install()
     llm = LLM(model=job["model"], **job["engine"])
     try:
-        samplings = [
-            SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
-            for limit in job["max_tokens"]
-        ]
-        outputs = llm.generate(job["prompts"], samplings, use_tqdm=False)
-        return {
-            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
-            "methods": llm.apply_model(expert_methods)[0],
-        }
+        answer = {"tokens": generate(llm, job), "methods": llm.apply_model(expert_methods)[0]}
+        if job["scenario"]:
+            module, *arguments = job["scenario"]
+            play = importlib.import_module(module).play
+            answer |= play(llm, partial(generate, llm, job), *arguments)
+        return answer
     finally:
         del llm
         cleanup_dist_env_and_memory()
