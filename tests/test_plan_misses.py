@@ -119,18 +119,20 @@ def test_a_trace_file_of_another_model_or_of_nothing_is_named(tmp_path):
     from expert_cache_shim import trace
 
     trace.save(trace_of([[[200]]], 256), tmp_path / "wide.npz")
-    with pytest.raises(CommandError, match=r"wide\.npz: of a model with 256 experts a layer"):
-        from_trace(str(tmp_path / "wide.npz"), 128, 1, [64])
+    with pytest.raises(CommandError, match=r"wide\.npz: .* 1 of 256 experts, .* 1 of 128"):
+        from_trace(str(tmp_path / "wide.npz"), 128, 1, 1, [64])
+    with pytest.raises(CommandError, match="routes to 1 of 256 experts, this one to 8 of 256"):
+        from_trace(str(tmp_path / "wide.npz"), 256, 8, 1, [64])
     (tmp_path / "none.npz").write_text("nothing")
     with pytest.raises(CommandError, match=r"none\.npz: is not a routing trace"):
-        from_trace(str(tmp_path / "none.npz"), 128, 1, [64])
+        from_trace(str(tmp_path / "none.npz"), 128, 1, 1, [64])
     with pytest.raises(CommandError, match="No such file"):
-        from_trace(str(Path("/no/such/file")), 128, 1, [64])
+        from_trace(str(Path("/no/such/file")), 128, 1, 1, [64])
 
 
 def test_a_short_trace_is_enough(tmp_path):
     from expert_cache_shim import trace
 
     trace.save(trace_of([[[3]]], 8), tmp_path / "one.npz")
-    found = from_trace(str(tmp_path / "one.npz"), 8, 2, [1, 7])
+    found = from_trace(str(tmp_path / "one.npz"), 8, 1, 2, [1, 7])
     assert found.misses[0] == 1.0 and set(found.misses) == {0, 1, 7}

@@ -197,7 +197,7 @@ def _expected(
     ranks = model.experts // sizes.experts
     of_all = [count * ranks for count in slots]
     if trace is not None:
-        found = [from_trace(trace, model.experts, streams, of_all)]
+        found = [from_trace(trace, model.experts, model.top_k, streams, of_all)]
     else:
         found = from_curves(CURVES, model.kind, model.experts, model.top_k, streams, of_all)
     return [

@@ -85,7 +85,9 @@ def from_curves(
     ]  # fmt: skip
 
 
-def from_trace(path: str, experts: int, streams: int, slots: Sequence[int]) -> Expectation:
+def from_trace(
+    path: str, experts: int, top_k: int, streams: int, slots: Sequence[int]
+) -> Expectation:
     """Replays a trace file with the default policy. Raises CommandError."""
     try:
         from .. import trace
@@ -96,9 +98,10 @@ def from_trace(path: str, experts: int, streams: int, slots: Sequence[int]) -> E
     except (trace.TraceError, OSError) as error:
         text = str(error) if isinstance(error, trace.TraceError) else f"{path}: {error.strerror}"
         raise CommandError(text) from None
-    if recorded.experts > experts:
+    if recorded.experts > experts or recorded.top_k != top_k:
         raise CommandError(
-            f"{path}: of a model with {recorded.experts} experts a layer, this one has {experts}"
+            f"{path}: of a model that routes to {recorded.top_k} of {recorded.experts} experts, "
+            f"this one to {top_k} of {experts}"
         )
     routed, misses = count_misses(recorded, streams, slots)
     return Expectation(path, routed, {0: 1.0} | dict(zip(slots, misses)))
