@@ -81,7 +81,7 @@ class Way:
     since: str = "3.10"
 
     def starts(self, version: str, installed: bool, folder: Path) -> str:
-        """ "yes" or "no"; "n/a" where the way has no meaning. Skips what this machine lacks."""
+        """What the table says: "yes", "no", or "n/a" where the way has no meaning."""
         if not installed and self.only_installed:
             return "n/a"
         said = self.run(Start(version, installed, folder)).split()
