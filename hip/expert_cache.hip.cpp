@@ -221,7 +221,9 @@ int expert_cache_manage(const ExpertCacheManage *args, void *stream) {
   } else {
     flatten_ids(&job);
   }
-  return launch(expert_cache_manage_kernel, dim3(1), dim3(manage_threads(job)), stream, job);
+  const bool general = job.expert_map || job.preloaded;
+  return launch(general ? expert_cache_manage_general_kernel : expert_cache_manage_kernel, dim3(1),
+                dim3(manage_threads(job)), stream, job);
 }
 
 int expert_cache_gather(const ExpertCacheGather *args, void *stream) {

@@ -210,8 +210,7 @@ __device__ __forceinline__ void store_item(const ExpertCacheManage &job, const M
 }
 
 // `job` as the launcher leaves it: ids that lie at one stride are one row, and mode skip has none.
-extern "C" __global__ void __launch_bounds__(kMaxExperts)
-expert_cache_manage_kernel(ExpertCacheManage job) {
+__device__ __forceinline__ void manage(const ExpertCacheManage &job) {
   EXPERT_CACHE_SHARED(ManageShared, shared);
   const int t = threadIdx.x, slots = job.slots;
   const uint32_t ids_a_round = kIdsAtOnce * blockDim.x;
@@ -284,6 +283,20 @@ expert_cache_manage_kernel(ExpertCacheManage job) {
     if (!idle) *state.step = step;
   }
   update_counter(job, t, counter, tally, plan);
+}
+
+extern "C" __global__ void __launch_bounds__(kMaxExperts)
+expert_cache_manage_general_kernel(ExpertCacheManage job) {
+  manage(job);
+}
+
+// Without expert map and preload, as almost every step is: a kernel of its own has more predicate
+// registers left for the counting loops.
+extern "C" __global__ void __launch_bounds__(kMaxExperts)
+expert_cache_manage_kernel(ExpertCacheManage job) {
+  job.expert_map = nullptr;
+  job.preloaded = 0;
+  manage(job);
 }
 
 }  // namespace expert_cache

@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = {"expert_cache_manage_kernel", "expert_cache_gather_kernel"}
+KERNELS = {
+    "expert_cache_manage_kernel",
+    "expert_cache_manage_general_kernel",
+    "expert_cache_gather_kernel",
+    "expert_cache_preload_kernel",
+}
 
 
 def find_cuobjdump() -> str:
