@@ -73,6 +73,13 @@ def check_served(layer: torch.nn.Module, model_config: Any, settings: Settings) 
         raise Refusal("a draft model's experts are few and resident", "nothing needs to change")
     _check_residency(layer, settings)
     _check_form(layer)
+    if vllm_compat.is_order_dependent(layer.quant_method) and not settings.allow_inexact:
+        raise Refusal(
+            "its Marlin kernel rounds by the order in which experts lie, so the output would "
+            "differ in the last bits",
+            "choose another kernel with --moe-backend, or accept that with "
+            "EXPERT_CACHE_ALLOW_INEXACT=1",
+        )
 
 
 def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:

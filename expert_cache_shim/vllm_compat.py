@@ -229,6 +229,27 @@ LOOK_UP_EXPERT_MAP = frozenset(
 )
 
 
+# Experts classes whose kernel shares the sums over one expert's columns among workgroups by where
+# the expert comes in the order of rows, so that another order rounds differently; and methods
+# without a kernel that call the same function. Seen on an H200 with 0.25.1 (`bench.schemes`:
+# layer outputs of W4A16 and GPTQ 0.0005 to 0.004 apart); 0.21-0.33 sort by row alike.
+ORDER_DEPENDENT = frozenset(
+    {
+        "MarlinExperts",
+        "BatchedMarlinExperts",
+        # 0.21-0.25, without a kernel.
+        "AWQMarlinMoEMethod",
+        "CompressedTensorsWNA16MarlinMoEMethod",
+        "GPTQMarlinMoEMethod",
+    }
+)
+
+
+def is_order_dependent(method: Any) -> bool:
+    runner = fused_experts(moe_kernel(method)) or method
+    return any(owner.__name__ in ORDER_DEPENDENT for owner in type(runner).__mro__)
+
+
 def moe_kernel(method: Any) -> Any:
     """The built kernel, or None for a method that calls functions directly (0.21-0.33)."""
     return getattr(method, "moe_kernel", None)

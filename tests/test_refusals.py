@@ -33,6 +33,16 @@ def test_a_monolithic_method(refused):
     assert "--moe-backend triton" in remedy
 
 
+def test_a_kernel_that_rounds_by_the_order_of_experts(refused, settings, arm):
+    model = load(Model(RoutedExperts(methods.MarlinMoEMethod)))
+    settings(allow_inexact=0)
+    reason, remedy = refused(model)
+    assert "Marlin" in reason and "last bits" in reason
+    assert "EXPERT_CACHE_ALLOW_INEXACT=1" in remedy
+    settings(allow_inexact=1)
+    assert len(arm(model).armed) == 1
+
+
 def test_lora(refused):
     model = model_of()
     for layer in model.routed:
