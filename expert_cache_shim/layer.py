@@ -334,6 +334,11 @@ class ArmedLayer:
         overflow rows are other memory, while this one computes."""
         self._preloader, self._following = preloader, following
 
+    @property
+    def preloads(self) -> bool:
+        """Whether wide steps of this layer fetch the next one's experts."""
+        return self._following is not None
+
     def serves(self, layer: torch.nn.Module) -> bool:
         return self._layer is layer
 

@@ -65,12 +65,14 @@ def _armed_line(report: Report, total: int) -> str:
     caches = [layer.cache for layer in report.armed]
     slots = sorted({cache.slots for cache in caches})
     experts = sorted({cache.experts for cache in caches})
-    kinds = sorted({cache.storage.kind for cache in caches})
+    storage = "/".join(sorted({cache.storage.kind for cache in caches})) + " storage"
+    if any(layer.preloads for layer in report.armed):
+        storage += " with preload"
     host = sum(c.experts * layer.record_bytes for c, layer in zip(caches, report.armed))
     return (
         f"{len(caches)} of {total} MoE layers of {report.model} armed: "
         f"{_span(slots)} of {_span(experts)} experts resident in each, {caches[0].policy_name}, "
-        f"{'/'.join(kinds)} storage, "
+        f"{storage}, "
         f"{_mib(sum(c.storage.private for c in caches))} of device memory for slots and "
         f"{_mib(sum(c.storage.shared for c in caches))} shared, "
         f"{_mib(host)} of experts on the host"

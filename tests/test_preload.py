@@ -140,6 +140,13 @@ def test_off_and_the_default_on_a_cpu_fetch_nothing_ahead(models, preloads, prel
     assert sum(bool(layer.cache.storage.shared) for layer in armed) == 1
 
 
+@pytest.mark.parametrize("preload", ["on", "off"])
+def test_the_line_at_load_says_so(models, caplog, preload):
+    with caplog.at_level("INFO", logger="vllm.expert_cache"):
+        models(preload)
+    assert ("virtual storage with preload" in caplog.text) == (preload == "on")
+
+
 def test_it_takes_overflow_rows_twice(models):
     _, _, armed = models()
     shared = [layer.cache.storage.shared for layer in armed]

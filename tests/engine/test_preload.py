@@ -23,6 +23,7 @@ def test_tokens_are_those_of_vllm_alone(folder, checkpoint, environment):
     assert cached["tokens"] == stock["tokens"]
     # One step has both long prompts; three of the four layers have one before them.
     assert cached.log.count("fetched ahead") >= 3
+    assert "virtual storage with preload" in cached.log
     assert "fetched ahead" not in stock.log
     snapshots = snapshots_of(folder / "preload-snapshots", model)
     assert total(snapshots, "hits") and total(snapshots, "overflow")
