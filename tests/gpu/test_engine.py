@@ -55,24 +55,34 @@ def test_quantised_experts_give_the_same_tokens(tmp_path):
     assert found["bf16"] == found["fp16"] == ("served, identical", True)
 
 
-@pytest.mark.parametrize("arm", ["cache-16", "cache-16-plain"])
-def test_a_full_batch_at_full_context_stays_within_the_memory_vllm_was_given(arm):
-    """And the prompts of that batch leave the decode working set as it was."""
-    gib = 8.0
-    common = options.Options(layers=8, memory_gib=gib, engine={
+FULL_BATCH = {"name": "full", "kind": "full_batch", "streams": 4, "length": 8704}
+AFTER_PREFILL = {"name": "after", "kind": "after_prefill", "tokens": 8000, "warm": 96, "steps": 64}
+
+
+def on_a_small_gpu(arm: str, *tasks: dict) -> dict[str, dict]:
+    """What each task found, 8 layers on a GPU held to 8 GiB."""
+    common = options.Options(layers=8, memory_gib=8.0, engine={
         **options.ENGINE, **options.capture([1, 4]), **options.engine_options([]),
         "max_num_seqs": 4,
     })  # fmt: skip
-    tasks = [
-        {"name": "full", "kind": "full_batch", "streams": 4, "length": 8704},
-        {"name": "after", "kind": "after_prefill", "tokens": 8000, "warm": 96, "steps": 64},
-    ]
-    events = list(jobs.run(arms.parse(arm), tasks, common))
+    events = list(jobs.run(arms.parse(arm), list(tasks), common))
     errors = [event for event in events if event["event"] == "error"]
     assert not errors, "\n".join([errors[0]["text"], *errors[0]["log"]])
-    found = {event["name"]: event for event in events if event["event"] == "task"}
+    return {event["name"]: event for event in events if event["event"] == "task"}
+
+
+@pytest.fixture(scope="module")
+def uncached_peak() -> float:
+    """GiB of device memory that vLLM takes by itself: 0.25.1 goes a little beyond its limit."""
+    return on_a_small_gpu("uncached", FULL_BATCH)["full"]["peak_gib"]
+
+
+@pytest.mark.parametrize("arm", ["cache-16", "cache-auto", "cache-16-plain"])
+def test_a_full_batch_at_full_context_takes_no_more_memory_than_vllm_does(arm, uncached_peak):
+    """And the prompts of that batch leave the decode working set as it was."""
+    found = on_a_small_gpu(arm, FULL_BATCH, AFTER_PREFILL)
     assert found["full"]["finished"] == 4
-    assert found["full"]["peak_gib"] <= gib
+    assert found["full"]["peak_gib"] <= uncached_peak + 1 / 64
     misses = found["after"]["misses"]
     assert misses["without"] > 0
     assert misses["with"] <= 1.1 * misses["without"]
