@@ -17,7 +17,6 @@ from start_up import ROOT
 from expert_cache_shim import cli
 from expert_cache_shim.commands import plan
 
-sys.path.insert(0, str(ROOT / "examples"))  # tiny_moe, and what builds on it
 QWEN = str(CONFIGS / "qwen3-30b-a3b.json")
 GIB = 2**30
 
@@ -155,8 +154,10 @@ def test_expert_parallel_ranks_hold_whole_experts():
 
 
 def test_a_checkpoint_is_sized_by_its_headers(tmp_path):
-    tiny_moe = pytest.importorskip("tiny_moe")
-    tiny_moe.write_checkpoint("deepseek_v2", tmp_path)
+    pytest.importorskip("tokenizers")
+    from examples.tiny_moe import write_checkpoint
+
+    write_checkpoint("deepseek_v2", tmp_path)
     exact = report(tmp_path, "--vram", "3")
     assert exact["model"]["sizes_from"] == "the headers of its checkpoint"
     (tmp_path / "model.safetensors").unlink()
@@ -167,8 +168,10 @@ def test_a_checkpoint_is_sized_by_its_headers(tmp_path):
 
 
 def test_a_checkpoint_of_an_unknown_format_is_sized_and_a_config_alone_refused(tmp_path):
-    quantised = pytest.importorskip("quantised_checkpoint")
-    quantised.write_quantised("w4a16", tmp_path)
+    pytest.importorskip("tokenizers")
+    from examples.quantised_moe import write_quantised
+
+    write_quantised("w4a16", tmp_path)
     known = report(tmp_path, "--vram", "3")["model"]
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "of tomorrow"}

@@ -62,6 +62,11 @@ class Fields:
             raise self.error(name, value, "true or false")
         return value
 
+    def says(self, name: str, *values: Any) -> bool:
+        """Whether a field that may have several types has one of these values."""
+        _, found = self._first((name,), None)
+        return any(type(found) is type(value) and found == value for value in values)
+
     def part(self, name: str) -> Fields | None:
         """An object inside this one; None where there is none."""
         _, value = self._first((name,), None)

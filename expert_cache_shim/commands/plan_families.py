@@ -213,9 +213,10 @@ def expert_tensors(
             groups = (experts, rows, columns // 32)
             yield Tensor(f"{prefix}.{name}_blocks", "U8", (*groups, 16))
             yield Tensor(f"{prefix}.{name}_scales", "U8", groups)
+        elif len(parts := scheme(f"{prefix}.0.{name}", rows, columns)) == 1:  # not quantised
+            yield Tensor(f"{prefix}.{name}", parts[0].dtype, (experts, columns, rows))
         else:
-            for tensor in scheme(f"{prefix}.0.{name}", rows, columns):
-                yield Tensor(tensor.name, tensor.dtype, tensor.shape, experts)
+            yield from (Tensor(t.name, t.dtype, t.shape, experts) for t in parts)
         yield Tensor(f"{prefix}.{name}_bias", "BF16", (experts, rows))
 
 

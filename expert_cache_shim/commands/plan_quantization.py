@@ -79,9 +79,9 @@ def eight_bit(dtype: str, scales: str, static: bool = False) -> Scheme:
     return tensors
 
 
-def packed(bits: int, group: int, symmetric: bool = True) -> Scheme:
+def packed(bits: int, group: int, symmetric: bool = True, ordered: bool = False) -> Scheme:
     """compressed-tensors: whole numbers packed along K, a scale for each group of a row; group 0:
-    one for each row."""
+    one for each row. ordered: columns are grouped by an index."""
 
     def tensors(name: str, rows: int, columns: int) -> list[Tensor]:
         groups = columns // group if group else 1
@@ -91,7 +91,8 @@ def packed(bits: int, group: int, symmetric: bool = True) -> Scheme:
             Tensor(f"{name}.weight_shape", "I64", (2,)),
         ]
         zeros = Tensor(f"{name}.weight_zero_point", "I32", (rows * bits // 32, groups))
-        return found + ([] if symmetric else [zeros])
+        index = Tensor(f"{name}.weight_g_idx", "I32", (columns,))
+        return found + ([] if symmetric else [zeros]) + ([index] if ordered else [])
 
     return tensors
 
@@ -121,22 +122,23 @@ def awq(bits: int, group: int) -> Scheme:
     return tensors
 
 
-def four_bit_float(group: int, global_scales: bool) -> Scheme:
-    """MXFP4 (groups of 32) and NVFP4 (groups of 16, and a scale of the whole tensor)."""
+def four_bit_float(group: int, weight: str, scalars: tuple[str, ...] = ()) -> Scheme:
+    """MXFP4 (groups of 32) and NVFP4 (groups of 16). weight: its name. scalars: the names of
+    scales of the whole tensor."""
 
     def tensors(name: str, rows: int, columns: int) -> list[Tensor]:
-        found = [
-            Tensor(f"{name}.weight_packed", "U8", (rows, columns // 2)),
+        return [
+            Tensor(f"{name}.{weight}", "U8", (rows, columns // 2)),
             Tensor(f"{name}.weight_scale", "U8", (rows, columns // group)),
+            *(Tensor(f"{name}.{scalar}", "F32", (1,)) for scalar in scalars),
         ]
-        names = ("weight_global_scale", "input_global_scale") if global_scales else ()
-        return found + [Tensor(f"{name}.{one}", "F32", (1,)) for one in names]
 
     return tensors
 
 
-MXFP4 = four_bit_float(32, False)
-NVFP4 = four_bit_float(16, True)
+MXFP4 = four_bit_float(32, "weight_packed")
+NVFP4 = four_bit_float(16, "weight_packed", ("weight_global_scale", "input_global_scale"))
+MODELOPT_NVFP4 = four_bit_float(16, "weight", ("weight_scale_2", "input_scale"))
 
 COMMON: dict[str, Scheme] = {
     "bf16": plain(),
@@ -195,7 +197,7 @@ def _awq(part: Fields, other: Scheme) -> Quantization:
 
 def _modelopt(part: Fields, other: Scheme) -> Quantization:
     algorithm = part.text("quant_algo")
-    schemes = {"NVFP4": NVFP4, "FP8": eight_bit("F8_E4M3", "tensor", True)}
+    schemes = {"NVFP4": MODELOPT_NVFP4, "FP8": eight_bit("F8_E4M3", "tensor", True)}
     if algorithm not in schemes:
         raise part.error("quant_algo", algorithm, f"one of {', '.join(schemes)}")
     return _unless_named(part, algorithm.lower(), schemes[algorithm], other)
@@ -238,12 +240,16 @@ def _weights(group: Fields, form: str) -> tuple[Scheme, str]:
         block = weights.wholes("block_structure")
         if len(block) == 2 and 0 not in block:
             return fp8_block((block[0], block[1])), "fp8"
-        return eight_bit("F8_E4M3", "tensor" if strategy == "tensor" else "channel"), "fp8"
+        activations = group.part("input_activations")
+        static = activations is not None and activations.says("dynamic", False)
+        scales = "tensor" if strategy == "tensor" else "channel"
+        return eight_bit("F8_E4M3", scales, static), "fp8"
     if kind == "int" and form == "int-quantized" and bits == 8:
         return eight_bit("I8", "tensor" if strategy == "tensor" else "channel"), "int8"
     if kind == "int" and bits in (2, 4, 8):
         symmetric = weights.flag("symmetric", default=True)
-        return packed(bits, max(0, size), symmetric), f"int{bits}"
+        ordered = weights.says("actorder", "group", True)
+        return packed(bits, max(0, size), symmetric, ordered), f"int{bits}"
     raise weights.error("num_bits", bits, "4 or 8, of the type int or float")
 
 
