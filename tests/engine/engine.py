@@ -146,7 +146,7 @@ def run(jobs: list[Job], folder: Path, environment: dict[str, str]) -> list[Answ
             env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            process.wait(600)
+            process.wait(max(600, 120 * len(jobs)))
         except subprocess.TimeoutExpired:
             pass
         finally:
