@@ -10,6 +10,7 @@ from synthetic import Model, RoutedExperts, call, kernels, load, methods, tuning
 from synthetic.checks import counters, step, steps
 
 from expert_cache_shim import layer as layer_module
+from expert_cache_shim.native import STATE_HEADER
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -190,6 +191,18 @@ def test_padding_ids_are_passed_on_and_touch_nothing(pair, storage):
     assert torch.equal(call(cached, x, weights, ids), torch.zeros_like(x))
     assert counters(armed)["idle"] == 1
     assert torch.equal(armed.cache.state[8:], state[8:])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_shared_expert_that_is_one_more_row_and_column_stays_resident(pair, storage):
+    """Fused shared experts: the weights have E + 1 rows, the ids k + 1 columns."""
+    uncached, cached, armed = pair(storage=storage, experts=E + 1)
+    for x, weights, ids in steps(uncached, 20):
+        ids = torch.cat((ids % E, torch.full((len(ids), 1), E)), 1).to(torch.int32)
+        weights = torch.cat((weights, torch.ones(len(ids), 1)), 1)
+        assert torch.equal(call(cached, x, weights, ids), call(uncached, x, weights, ids))
+        row_of = armed.cache.state[STATE_HEADER : STATE_HEADER + E + 1]
+        assert 0 <= row_of[E] < armed.cache.slots
 
 
 def test_a_step_without_tokens_is_not_counted(pair):
