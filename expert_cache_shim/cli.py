@@ -21,6 +21,7 @@ from .commands.plan import plan
 from .commands.start_up import disable, enable
 from .commands.status import status
 from .commands.trace import info, replay
+from .commands.trace_import import import_
 from .commands.trace_plot import plot
 from .installation import invocation
 
@@ -28,7 +29,7 @@ COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor, plan
 GROUPS: dict[str, tuple[str, tuple[Callable[..., int], ...]]] = {
     "trace": (
         "Recorded routing: look at it, and count what a cache would miss.",
-        (info, replay, plot),
+        (import_, info, replay, plot),
     ),
 }
 ABOUT = "Looks after the expert cache of vLLM: its kernels, its start with Python, its state."

@@ -124,32 +124,33 @@ def _read(archive: zipfile.ZipFile) -> Trace:
     if (step[1:] < step[:-1]).any():
         raise TraceError("'step' falls")
     meta = _meta(archive) if "meta.npy" in names else {}
-    return Trace(ids, seq.astype(np.int32), step.astype(np.int64), _complete(meta, ids))
+    return Trace(ids, seq.astype(np.int32), step.astype(np.int64), complete(meta, ids))
 
 
 def _array(archive: zipfile.ZipFile, name: str, dimensions: int) -> np.ndarray:
-    """One array whose header was compared with the size of its member before memory is taken."""
     member = archive.getinfo(f"{name}.npy")
     with archive.open(member) as stream:
-        shape, dtype = _header(stream)
-        if dtype.kind not in "iuU" or len(shape) != dimensions:
-            raise TraceError(f"'{name}' is {dtype} of shape {shape}")
-        size = math.prod(shape) * dtype.itemsize
-        if size > MAX_BYTES:
-            raise TraceError(f"'{name}' has {size} bytes, allowed are {MAX_BYTES}")
-        if stream.tell() + size != member.file_size:
-            raise TraceError(f"'{name}' of shape {shape} does not fit its {member.file_size} bytes")
-    with archive.open(member) as stream:
-        return np.lib.format.read_array(stream, allow_pickle=False)
+        return read_array(stream, member.file_size, name, dimensions)
 
 
-def _header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype]:
+def read_array(stream: BinaryIO, length: int, name: str, dimensions: int) -> np.ndarray:
+    """A `.npy` file of `length` bytes that holds integers or text. Its header is compared with
+    the length before memory is taken. Raises TraceError, and what numpy has for a header that
+    does not parse."""
     version = np.lib.format.read_magic(stream)
+    read_header = np.lib.format.read_array_header_2_0
     if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(stream)
-    return shape, dtype
+        read_header = np.lib.format.read_array_header_1_0
+    shape, _, dtype = read_header(stream)
+    if dtype.kind not in "iuU" or len(shape) != dimensions:
+        raise TraceError(f"'{name}' is {dtype} of shape {shape}")
+    size = math.prod(shape) * dtype.itemsize
+    if size > MAX_BYTES:
+        raise TraceError(f"'{name}' has {size} bytes, allowed are {MAX_BYTES}")
+    if stream.tell() + size != length:
+        raise TraceError(f"'{name}' of shape {shape} does not fit its {length} bytes")
+    stream.seek(0)
+    return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def _ids(archive: zipfile.ZipFile) -> np.ndarray:
@@ -185,7 +186,7 @@ def _meta(archive: zipfile.ZipFile) -> dict[str, Any]:
     return meta
 
 
-def _complete(meta: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
+def complete(meta: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
     """`meta` with the number of experts, which a file may leave out: then the least that fits."""
     used = ids[ids != NO_EXPERT]
     least = max(2, int(used.max(initial=0)) + 1)

@@ -1,5 +1,7 @@
 """`expert-cache trace`, as a user types it, on recorded routing."""
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -104,15 +106,89 @@ def test_replay_of_a_control(call):
         (["plot", OLMOE, "--kind", "pie"],
          "trace plot: --kind pie: allowed is one of curves, layers, reuse"),
         (["plot", OLMOE, "--output", "x.pdf"],
-         "trace plot: --output x.pdf: allowed is a name in .png or .svg"),
+         "trace plot: x.pdf: allowed is a name in .png or .svg"),
         (["plot", OLMOE, "--output", "/no/folder/x.svg"],
-         "trace plot: --output /no/folder/x.svg: /no/folder: no such folder"),
+         "trace plot: /no/folder/x.svg: /no/folder: no folder that can be written"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_one_line(call, words, message):
     status, said, err = call(*words)
     assert (status, said) == (1, "")
     assert err.count("\n") == 1 and err.endswith(f"{message}\n")
+
+
+# import
+
+FIRST = np.array([[[0, 5]], [[1, 2]], [[3, 4]]], np.uint8)  # as vLLM returns them
+SECOND = np.array([[[7, 6]], [[6, -1]]], np.int32)
+
+
+def saved(path: Path, array: np.ndarray) -> Path:
+    np.save(path, array)
+    return path
+
+
+def test_import_joins_the_outputs_of_several_requests(call, tmp_path):
+    words = [saved(tmp_path / f"{i}.npy", array) for i, array in enumerate((FIRST, SECOND))]
+    output = tmp_path / "out.npz"
+    status, said, _ = call("import", output, *words, "--prompt-tokens", "2,0", "--model", "m")
+    assert (status, said) == (0, f"wrote {output}: 5 tokens of 2 requests\n")
+    found = trace.load(output)
+    assert found.ids.tolist() == [[[0, 5]], [[1, 2]], [[3, 4]], [[7, 6]], [[6, 65535]]]
+    assert found.seq.tolist() == [0, 0, 0, 1, 1]
+    assert found.bounds.tolist() == [0, 2, 3, 4, 5]  # the first prompt ran at once
+    assert (found.experts, found.meta["model"]) == (8, "m")
+
+
+def test_import_reads_a_response_of_the_server(call, tmp_path):
+    stream = io.BytesIO()
+    np.save(stream, FIRST)
+    text = base64.b64encode(stream.getvalue()).decode()
+    response = tmp_path / "response.json"
+    response.write_text(json.dumps({"choices": [{"index": 0, "routed_experts": text}] * 2}))
+    output = tmp_path / "out.npz"
+    assert call("import", output, response, "--experts", 16)[0] == 0
+    found = trace.load(output)
+    assert found.ids.tolist() == [*FIRST.tolist(), *FIRST.tolist()]
+    assert found.experts == 16 and found.steps == 6
+
+
+@pytest.mark.parametrize(
+    "content, words, message",
+    [
+        (b"{", (), "has no routed experts: "),
+        (b"\xff\xfe", (), "has no routed experts: "),
+        (b"[" * 100000, (), "has no routed experts: "),
+        (b"{}", (), "was the server started with --enable-return-routed-experts?"),
+        (b'{"routed_experts": "x"}', (), "has no routed experts: "),
+        (FIRST[0], (), "'routed_experts' is uint8 of shape (1, 2)"),
+        (FIRST.astype(float), (), "'routed_experts' is float64 of shape (3, 1, 2)"),
+        (FIRST, ("--prompt-tokens", "4"), "--prompt-tokens 4: an array has 3 tokens"),
+        (FIRST, ("--prompt-tokens", "1,2"), "--prompt-tokens has 2 numbers for 1 arrays"),
+        (FIRST, ("--prompt-tokens", "-1"), "--prompt-tokens -1: allowed are numbers"),
+        (FIRST, ("--experts", "3"), "'num_experts' is '3' with expert 5 in use"),
+    ],
+)
+def test_what_cannot_be_imported_is_one_line(call, tmp_path, content, words, message):
+    source = tmp_path / "array"
+    if isinstance(content, bytes):
+        source.write_bytes(content)
+    else:
+        with source.open("wb") as stream:
+            np.save(stream, content)
+    status, said, err = call("import", tmp_path / "out.npz", source, *words)
+    assert (status, said) == (1, "")
+    assert err.count("\n") == 1 and message in err
+    assert not (tmp_path / "out.npz").exists()
+
+
+def test_import_refuses_arrays_of_different_models(call, tmp_path):
+    words = [saved(tmp_path / "a.npy", FIRST), saved(tmp_path / "b.npy", FIRST[:, :, :1])]
+    _, _, err = call("import", tmp_path / "out.npz", *words)
+    assert "layers and experts a token are [1, 1] and [1, 2]" in err
+
+
+# The rest
 
 
 def test_without_the_extra_it_says_what_brings_it(call, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,6 +96,16 @@ def need(*modules: str) -> None:
         )
 
 
+def writable(name: str, endings: tuple[str, ...] = (".npz",)) -> Path:
+    """The file that a command is to write. Raises CommandError where it cannot be."""
+    path = Path(name)
+    if path.suffix not in endings:
+        raise CommandError(f"{name}: allowed is a name in {' or '.join(endings)}")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise CommandError(f"{name}: {path.absolute().parent}: no folder that can be written")
+    return path
+
+
 def read(name: str) -> Trace:
     from .. import trace
 
@@ -130,7 +141,7 @@ def count(
     from ..trace_pool import Job, run_all
     from ..trace_replay import OPTIMUM, POLICIES
 
-    names = _split(policies) or POLICIES
+    names = split(policies) or POLICIES
     for name in names:
         if name not in POLICIES:
             raise CommandError(f"--policy {name}: allowed is one of {', '.join(POLICIES)}")
@@ -153,7 +164,7 @@ def count(
 def sizes(slots: list[str], experts: int) -> tuple[int, ...]:
     """Numbers of slots, rising, from words such as 16 and 1/4."""
     found = set()
-    for word in _split(slots) or DEFAULT_SLOTS:
+    for word in split(slots) or DEFAULT_SLOTS:
         try:
             size = int(Fraction(word) * experts) if "/" in word else int(word)
         except (ValueError, ZeroDivisionError):
@@ -169,7 +180,7 @@ def sizes(slots: list[str], experts: int) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _split(words: list[str]) -> list[str]:
+def split(words: list[str]) -> list[str]:
     return [part.strip() for word in words for part in word.split(",") if part.strip()]
 
 

@@ -19,6 +19,7 @@ from .trace import (
     need,
     prepared,
     read,
+    writable,
 )
 
 KINDS = ("curves", "layers", "reuse")
@@ -46,13 +47,9 @@ def plot(
 ) -> int:
     """Draw miss-ratio curves, a heat map of the layers, or reuse distances."""
     need("numpy", "rich", "matplotlib")
-    picture = Path(output)
     if kind not in KINDS:
         raise CommandError(f"--kind {kind}: allowed is one of {', '.join(KINDS)}")
-    if picture.suffix not in ENDINGS:
-        raise CommandError(f"--output {output}: allowed is a name in {' or '.join(ENDINGS)}")
-    if not picture.absolute().parent.is_dir():
-        raise CommandError(f"--output {output}: {picture.parent}: no such folder")
+    picture = writable(output, ENDINGS)
     traces = {name: prepared(read(name), steps, control) for name in files}
     from .. import trace_plot
 
