@@ -18,6 +18,7 @@ import torch
 from . import budget, native, reporting, telemetry, versions, vllm_compat
 from .layer import ArmedLayer, ExpertCache
 from .preload import Preloader
+from .recorder import Recorder, record_routing
 from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
 from .settings import Settings, SettingsError
 from .storage import Allocator, Storage, StorageError
@@ -36,6 +37,7 @@ class Report:
     retired: list[ArmedLayer] = field(default_factory=list)
     storage_note: str = ""
     snapshot: telemetry.SnapshotFile | None = None
+    recorders: list[Recorder] = field(default_factory=list)  # one a device, where asked for
 
     def steps(self) -> int:
         """Layer-steps that reached the cache, idle and read-through ones included."""
@@ -251,6 +253,10 @@ def _arm_candidates(
         report.snapshot.path.unlink(missing_ok=True)
     if plan.preload and kind == "virtual":
         _link(armed_now, Preloader(allocator.device))
+    if armed_now and settings.trace not in (None, "off"):
+        report.recorders.append(
+            record_routing(settings.trace, report.model, _rank(), armed_now, allocator)
+        )
 
 
 def _link(layers: list[ArmedLayer], preloader: Preloader) -> None:

@@ -23,13 +23,14 @@ from .commands.status import status
 from .commands.trace import info, replay
 from .commands.trace_import import import_
 from .commands.trace_plot import plot
+from .commands.trace_record import record
 from .installation import invocation
 
 COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor, plan, status)
 GROUPS: dict[str, tuple[str, tuple[Callable[..., int], ...]]] = {
     "trace": (
         "Recorded routing: look at it, and count what a cache would miss.",
-        (import_, info, replay, plot),
+        (record, import_, info, replay, plot),
     ),
 }
 ABOUT = "Looks after the expert cache of vLLM: its kernels, its start with Python, its state."

@@ -163,6 +163,8 @@ class ExpertCache:
         self.slots = slots
         self.policy_name = settings.policy
         self._mirror = mirror
+        self.expert_map = expert_map
+        self.record: Callable[[torch.Tensor], None] | None = None  # told the ids of every step
         self.device = storage.placements[0].slots.device
         self.state = torch.zeros(STATE_HEADER + 8 * experts, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(8, dtype=torch.int64, device=self.device)
@@ -260,6 +262,8 @@ class ExpertCache:
         stream = self._stream()
         self.library.manage(args, stream)
         self.library.gather(self._gathers[mode], stream)
+        if self.record is not None:
+            self.record(ids)
         return rows
 
     def preload(self, stream: int) -> None:
@@ -359,6 +363,8 @@ class ArmedLayer:
         if mode == SKIP:
             if ids.numel():
                 self.cache.note_read_through()
+                if self.cache.record is not None:
+                    self.cache.record(ids)
             return self._original(**kwargs)
         try:
             rows = self.cache.run(ids, mode, preloaded)

@@ -136,6 +136,8 @@ def _forget_all() -> None:
     for report in arming.reports():
         for layer in report.armed:
             _guarded(layer.cache.forget)
+        for recorder in report.recorders:
+            _guarded(recorder.reset)
 
 
 def _reset_counters() -> None:

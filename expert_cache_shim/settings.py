@@ -50,6 +50,7 @@ class Settings:
     snapshot: str | None = None
     metrics: str = "model"
     log_interval: float = 60.0
+    trace: str | None = None
     unknown: tuple[str, ...] = ()
     """One line of warning for each `EXPERT_CACHE_*` name that is not a variable of ours."""
 
@@ -169,8 +170,8 @@ def _number(allowed: Callable[[float], bool]) -> Callable[[str], float]:
     return parse
 
 
-def _snapshot(text: str) -> str:
-    return "off" if text.lower() == "off" else text
+def _word_or_path(*words: str) -> Callable[[str], str]:
+    return lambda text: text.lower() if text.lower() in words else text
 
 
 VARIABLES: tuple[Variable, ...] = (
@@ -265,7 +266,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "snapshot",
-        _snapshot,
+        _word_or_path("off"),
         "the path of a folder, or off",
         "where each process leaves its counters; off writes none; unset chooses a folder",
     ),
@@ -281,6 +282,13 @@ VARIABLES: tuple[Variable, ...] = (
         _number(lambda value: value >= 0),
         "a number, 0 or more",
         "seconds between two lines of log about a model in use; 0 logs none",
+    ),
+    Variable(
+        "trace",
+        _word_or_path("on", "off"),
+        "on, off, or the path of a folder",
+        "where each process leaves the routing of its last tokens, for expert-cache trace record; "
+        "on chooses a folder; unset is off",
     ),
 )
 

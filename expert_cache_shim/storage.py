@@ -26,7 +26,7 @@ from .native import HOST_READABLE, Library
 from .native import Tensor as TableEntry
 
 if TYPE_CHECKING:
-    from .telemetry import SnapshotFile
+    from .mapped_file import MappedFile
 
 logger = logging.getLogger("vllm.expert_cache")
 
@@ -98,14 +98,12 @@ class Memory:
         weakref.finalize(self, library.free_memory, self.handle).atexit = False
 
 
-class _Mapped:
-    """An address range as an array that torch can view; unmapped with its last tensor."""
+class AddressRange:
+    """Bytes at an address as an array that torch can view; kept for as long as the tensor lives."""
 
-    def __init__(self, library: Library, device: int, memories: list[Memory]) -> None:
-        handle, self.address = library.create_range(device, [m.handle for m in memories])
-        self.size = sum(memory.size for memory in memories)
-        # The memories ride along as an argument, so that they are freed after the range.
-        weakref.finalize(self, _unmap, library, handle, memories).atexit = False
+    def __init__(self, address: int, size: int) -> None:
+        self.address = address
+        self.size = size
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -115,12 +113,22 @@ class _Mapped:
         }  # fmt: skip
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """The range as uint8 `[bytes]`, keeping it mapped for as long as the tensor lives."""
+        """The range as uint8 `[bytes]`."""
         if device.type == "cuda":
             return torch.as_tensor(self, device=device)
         array = (ctypes.c_uint8 * self.size).from_address(self.address)
-        array.mapped = self
+        array.range = self
         return torch.frombuffer(array, dtype=torch.uint8)
+
+
+class _Mapped(AddressRange):
+    """An address range of our own; unmapped with its last tensor."""
+
+    def __init__(self, library: Library, device: int, memories: list[Memory]) -> None:
+        handle, address = library.create_range(device, [m.handle for m in memories])
+        super().__init__(address, sum(memory.size for memory in memories))
+        # The memories ride along as an argument, so that they are freed after the range.
+        weakref.finalize(self, _unmap, library, handle, memories).atexit = False
 
 
 def _unmap(library: Library, handle: int, memories: list[Memory]) -> None:
@@ -137,23 +145,34 @@ class Allocator:
         self.index = device.index or 0
         self._shared: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
-    def expose(self, snapshot: SnapshotFile) -> bool:
-        """Lets the device store to a snapshot's counters until the snapshot is dropped. False
-        where the driver does not do that."""
+    def expose(self, file: MappedFile) -> bool:
+        """Lets the device store to a file until the object is dropped. False where the driver
+        does not do that."""
         if self.device.type != "cuda":
             return True
         mapped = 2  # cudaHostRegisterMapped, hipHostRegisterMapped
-        runtime, address = torch.cuda.cudart(), snapshot.address
-        error = int(runtime.cudaHostRegister(address, snapshot.size, mapped))
+        runtime, address = torch.cuda.cudart(), file.address
+        error = int(runtime.cudaHostRegister(address, file.size, mapped))
         if error == 0:
-            weakref.finalize(snapshot, runtime.cudaHostUnregister, address).atexit = False
+            weakref.finalize(file, runtime.cudaHostUnregister, address).atexit = False
             if self.library.pointer_kind(address) == HOST_READABLE:
                 return True
         logger.warning(
-            "expert cache: the driver does not map the counter snapshot (error %s), so there "
-            "is none; set EXPERT_CACHE_SNAPSHOT to a folder in memory, such as /dev/shm", error,
+            "expert cache: the driver does not map %s (error %s), so it is not written; set "
+            "EXPERT_CACHE_SNAPSHOT and EXPERT_CACHE_TRACE to a folder in memory, such as /dev/shm",
+            file.path, error,
         )  # fmt: skip
         return False
+
+    def view(self, file: MappedFile) -> torch.Tensor | None:
+        """The content of a file as a uint8 tensor of the device, which writes to the file itself;
+        None where that is not to be had."""
+        if not self.expose(file):
+            return None
+        content = AddressRange(file.content_address, file.size - file.content_offset)
+        content.file = file
+        tensor = content.tensor(self.device)
+        return tensor if tensor.data_ptr() == content.address else None
 
     def prove_virtual(self) -> None:
         """Shows that aliasing works here, or raises StorageError.

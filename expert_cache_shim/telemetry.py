@@ -4,8 +4,7 @@ Every model that is armed gets one *snapshot file*. The kernels store their coun
 into it (`manage` has a store-only mirror, see docs/kernels.md), so the file is current without
 a thread, without a call into the GPU runtime, and after the worker is killed.
 
-File layout, little endian: 8 bytes magic, uint64 length of the JSON header, the JSON header,
-zeros to the next multiple of 4096, then int64 `[layers, 8]` counters.
+The content of the file, after the header of `mapped_file`, is int64 `[layers, 8]` counters.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import mmap
 import os
-import struct
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -24,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from .mapped_file import MappedFile, locate
 from .policy import COUNTERS
 from .processes import Process, is_alive, lineage
 
@@ -31,7 +29,6 @@ from .processes import Process, is_alive, lineage
 logger = logging.getLogger("vllm.expert_cache")
 
 _MAGIC = b"XPCACHE1"
-_PAGE = 4096
 _SUFFIX = ".counters"
 
 
@@ -116,46 +113,20 @@ def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-class SnapshotFile:
-    """The writer's side: maps the file and hands out one address per layer."""
+class SnapshotFile(MappedFile):
+    """The writer's side: hands out the memory of each layer's counters."""
 
     def __init__(
         self, folder: Path, model: str, rank: int, layers: list[dict], engine: str = "",
         policy: str = "",
     ) -> None:  # fmt: skip
-        header = json.dumps(
-            {"lineage": lineage(), "engine": engine, "rank": rank, "model": model,
-             "policy": policy, "started": time.time(), "layers": layers}
-        ).encode()  # fmt: skip
-        self._offset = _counters_offset(len(header))
-        self.size = self._offset + len(layers) * len(COUNTERS) * 8
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(f"{_SUFFIX}", f"{os.getpid()}-", folder)
-        self.path = Path(name)
-        try:
-            # Reserved now: a store into a hole of a full disk would be a SIGBUS later.
-            os.posix_fallocate(handle, 0, self.size)
-            self._map = mmap.mmap(handle, self.size)
-        except OSError:
-            self.path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(handle)
-        self._map[: 16 + len(header)] = _MAGIC + struct.pack("<Q", len(header)) + header
-
-    @property
-    def address(self) -> int:
-        """Where the file is mapped, page-aligned."""
-        return np.frombuffer(self._map, np.uint8).ctypes.data
+        header = {"lineage": lineage(), "engine": engine, "rank": rank, "model": model,
+                  "policy": policy, "started": time.time(), "layers": layers}  # fmt: skip
+        super().__init__(folder, _SUFFIX, _MAGIC, header, len(layers) * len(COUNTERS) * 8)
 
     def mirror(self, index: int) -> np.ndarray:
         """The counters of one layer, int64 [8], as the memory of the file itself."""
-        start = self._offset + index * len(COUNTERS) * 8
-        return np.frombuffer(self._map, "<i8", len(COUNTERS), start)
-
-
-def _counters_offset(header_length: int) -> int:
-    return -(-(16 + header_length) // _PAGE) * _PAGE
+        return self.content("<i8", len(COUNTERS), index * len(COUNTERS) * 8)
 
 
 def default_folder() -> Path:
@@ -183,9 +154,7 @@ def open_snapshot(
         return None
     folder = folder_of(setting)
     try:
-        if not setting:
-            own_folder(folder)
-            _remove_stale(folder)
+        make_ready(folder, setting, _SUFFIX)
         return SnapshotFile(folder, model, rank, layers, engine, policy)
     except Exception as error:  # the cache works without it
         logger.warning(
@@ -203,12 +172,9 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
     data = Path(path).read_bytes()
     if len(data) < 16 or data[:8] != _MAGIC:
         raise SnapshotError(f"{path}: not an expert cache snapshot")
-    (length,) = struct.unpack_from("<Q", data, 8)
-    if length > len(data):
-        raise SnapshotError(f"{path}: damaged snapshot (header of {length} bytes)")
-    offset = _counters_offset(length)
     try:
-        header = _header(data[16 : 16 + length])
+        text, offset = locate(data, _MAGIC)
+        header = _header(text)
         rows = len(header["layers"])
         counters = np.frombuffer(data, "<i8", rows * len(COUNTERS), offset)
         return Snapshot(Path(path), counters=counters.reshape(rows, len(COUNTERS)).copy(), **header)
@@ -238,6 +204,14 @@ def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:
     return sorted(snapshots, key=lambda snapshot: snapshot.started)
 
 
+def make_ready(folder: Path, setting: str | None, suffix: str) -> None:
+    """Before a new file of a suffix is written to the folder that a setting means. Raises
+    OSError."""
+    if not setting:
+        own_folder(folder)
+        _remove_stale(folder, suffix)
+
+
 def own_folder(folder: Path) -> None:
     """Refuses a default folder that somebody else made (its name can be guessed)."""
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -246,9 +220,9 @@ def own_folder(folder: Path) -> None:
         raise PermissionError(f"{folder} is not a folder of this user alone")
 
 
-def _remove_stale(folder: Path, days: float = 1.0) -> None:
+def _remove_stale(folder: Path, suffix: str, days: float = 1.0) -> None:
     """Forgets workers that ended more than a day ago."""
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in folder.glob(f"*{suffix}"):
         try:
             pid = int(path.name.split("-", 1)[0])
             if path.stat().st_mtime < time.time() - days * 86400 and not _alive(pid):

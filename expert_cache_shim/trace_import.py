@@ -1,8 +1,8 @@
 """Makes a trace of the arrays that vLLM returns where it is asked for routed experts.
 
-`--enable-return-routed-experts` (vLLM 0.25.1, 0.32.0) puts an integer array `[tokens, layers,
-top_k]` on every finished output: the tokens of the prompt and those generated, but for the last,
-which no layer has seen. Over HTTP it is base64 of a `.npy` file.
+`--enable-return-routed-experts` (read in vLLM 0.25.1 and 0.32.0) puts an integer array `[tokens,
+layers, top_k]` on every finished output: the tokens of the prompt and those generated, but for
+the last, which no layer has seen. Over HTTP it is base64 of a `.npy` file.
 """
 
 from __future__ import annotations

@@ -103,5 +103,5 @@ def _save(figure: pyplot.Figure, path: Path) -> None:
     figure.tight_layout()
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     with matplotlib.rc_context({"svg.hashsalt": "expert-cache"}):
-        figure.savefig(path, dpi=140, metadata=metadata)
+        figure.savefig(path, dpi=110, metadata=metadata)
     pyplot.close(figure)

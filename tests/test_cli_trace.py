@@ -1,6 +1,7 @@
 """`expert-cache trace`, as a user types it, on recorded routing."""
 
 import base64
+import functools
 import io
 import json
 import re
@@ -10,7 +11,10 @@ import numpy as np
 import pytest
 
 from expert_cache_shim import cli, trace
+from expert_cache_shim.mapped_file import MappedFile
 from expert_cache_shim.policy import Reference
+from expert_cache_shim.processes import lineage
+from expert_cache_shim.trace_ring import MAGIC, SUFFIX, Layout
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 OLMOE = str(DATA / "olmoe.npz")
@@ -115,6 +119,138 @@ def test_what_cannot_be_done_is_one_line(call, words, message):
     status, said, err = call(*words)
     assert (status, said) == (1, "")
     assert err.count("\n") == 1 and err.endswith(f"{message}\n")
+
+
+# record
+
+ENDED = [2**22, 1]  # a process that cannot be
+
+
+def passes(*tokens: int) -> list[np.ndarray]:
+    """Ids of so many tokens each, `[tokens, 2 layers, 2]`, no two alike."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 12, (count, 2, 2)) for count in tokens]
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Makes the ring of a worker in tmp_path/rings; returns what runs one pass."""
+    torch = pytest.importorskip("torch")
+    recorder = pytest.importorskip("expert_cache_shim.recorder")
+
+    def make(**header):
+        layout = Layout(tokens=16, layers=2, top_k=2)
+        values = {
+            "process": lineage()[0], "rank": 0, "model": "m", "started": 1.0, "experts": 12,
+            "expert_map": None, "tokens": 16, "layers": 2, "top_k": 2, **header,
+        }  # fmt: skip
+        file = MappedFile(tmp_path / "rings", SUFFIX, MAGIC, values, layout.length)
+        memory = torch.from_numpy(file.content("u1", layout.length))
+        model = recorder.Recorder(2, lambda top_k: recorder.Ring(file, layout, memory))
+
+        def run(ids: np.ndarray) -> None:
+            for layer in range(2):
+                model.record(layer, torch.from_numpy(ids[:, layer].copy()))
+
+        return run
+
+    return make
+
+
+def test_record_takes_what_a_worker_kept(call, worker, tmp_path):
+    run = worker()
+    ran = passes(2, 1, 4)
+    for ids in ran:
+        run(ids)
+    output = tmp_path / "out.npz"
+    words = ("record", output, "--folder", tmp_path / "rings", "--seconds", 0)
+    status, said, _ = call(*words)
+    assert (status, said) == (0, f"wrote {output}: 7 tokens in 3 forward passes\n")
+    found = trace.load(output)
+    assert found.ids.tolist() == np.concatenate(ran).tolist()
+    assert found.bounds.tolist() == [0, 2, 3, 7]
+    assert (found.experts, found.meta["lost_tokens"]) == (12, 0)
+
+
+@pytest.fixture
+def between_looks(monkeypatch):
+    """Runs the next of some functions where `record` would wait; Ctrl-C after the last."""
+    from expert_cache_shim.commands import trace_record
+
+    def plan(*actions):
+        todo = iter(actions)
+
+        def wait(_seconds):
+            action = next(todo, None)
+            if action is None:
+                raise KeyboardInterrupt
+            action()
+
+        monkeypatch.setattr(trace_record.time, "sleep", wait)
+
+    return plan
+
+
+def test_record_follows_a_worker_until_it_has_enough(call, worker, tmp_path, between_looks):
+    run = worker()
+    ran = passes(*[3] * 12)
+    between_looks(*(functools.partial(run, ids) for ids in ran))
+    output = tmp_path / "out.npz"
+    status, _, _ = call("record", output, "--folder", tmp_path / "rings", "--tokens", 25)
+    assert status == 0
+    assert trace.load(output).ids.tolist() == np.concatenate(ran)[:27].tolist()
+
+
+def test_record_says_what_was_lost(call, worker, tmp_path, between_looks):
+    run = worker()
+    first, second, third = passes(1, 10, 9)
+    run(first)
+    between_looks(lambda: (run(second), run(second)), lambda: (run(third), run(third)))
+    output = tmp_path / "out.npz"
+    status, said, _ = call("record", output, "--folder", tmp_path / "rings")
+    assert status == 0
+    assert "6 tokens are missing" in said  # 4 of 20 and 2 of 18: the ring holds 16
+    found = trace.load(output)
+    assert found.meta["lost_tokens"] == 6
+    kept = [first, np.concatenate([second, second])[4:], np.concatenate([third, third])[2:]]
+    assert found.ids.tolist() == np.concatenate(kept).tolist()
+
+
+def test_record_ends_with_its_worker(call, worker, tmp_path):
+    worker(process=ENDED)(passes(3)[0])
+    status, said, _ = call("record", tmp_path / "out.npz", "--folder", tmp_path / "rings")
+    assert status == 0 and "3 tokens in 1 forward passes" in said
+
+
+def test_record_takes_the_worker_that_runs_and_of_ranks_the_first(call, worker, tmp_path):
+    worker(process=ENDED, started=9.0)(passes(1)[0])
+    for rank in (1, 0):
+        worker(rank=rank)(passes(2 + rank)[0])
+    words = ("record", tmp_path / "out.npz", "--folder", tmp_path / "rings", "--seconds", 0)
+    assert "2 tokens" in call(*words)[1]
+    assert "1 tokens" in call(*words, "--pid", ENDED[0])[1]
+
+
+def test_record_refuses_to_choose_between_models(call, worker, tmp_path):
+    for model in ("a", "b"):
+        worker(model=model)(passes(1)[0])
+    folder = tmp_path / "rings"
+    status, _, err = call("record", tmp_path / "o.npz", "--folder", folder, "--seconds", 0)
+    assert status == 1 and "choose one by --pid" in err and "(a, rank 0)" in err
+
+
+def test_record_without_a_worker_names_the_variable(call, tmp_path, worker):
+    output = tmp_path / "out.npz"
+    status, _, err = call("record", output, "--folder", tmp_path)
+    assert (status, err.count("\n")) == (1, 1)
+    assert "no worker keeps its routing there; start the server with EXPERT_CACHE_TRACE=on" in err
+    (tmp_path / "rings").mkdir()
+    (tmp_path / "rings" / f"1-x{SUFFIX}").write_bytes(b"no ring")
+    assert "no worker" in call("record", output, "--folder", tmp_path / "rings")[2]
+    worker()
+    _, _, err = call("record", output, "--folder", tmp_path / "rings", "--seconds", 0)
+    assert "no token was run meanwhile by m; nothing is written" in err
+    assert not output.exists()
 
 
 # import
