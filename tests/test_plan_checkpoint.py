@@ -16,6 +16,7 @@ pytest.importorskip("safetensors", reason="needs torch, safetensors and tokenize
 pytest.importorskip("tokenizers")
 from examples import quantised_moe, tiny_moe
 
+SMALL = tiny_moe.Shape(layers=2, experts=8)
 KINDS = sorted(tiny_moe.KINDS)
 # w4a16_dequantised: float32 beside bfloat16, which no published checkpoint mixes.
 SCHEMES = [name for name in sorted(quantised_moe.SCHEMES) if name != "w4a16_dequantised"]
@@ -30,9 +31,9 @@ def checkpoint(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             if name in KINDS:
-                tiny_moe.write_checkpoint(name, folder)
+                tiny_moe.write_checkpoint(name, folder, SMALL)
             else:
-                quantised_moe.write_quantised(name, folder)
+                quantised_moe.write_quantised(name, folder, SMALL)
             made[name] = folder
         return made[name]
 
