@@ -126,9 +126,11 @@ class _Mapped(AddressRange):
 
     def __init__(self, library: Library, device: int, memories: list[Memory]) -> None:
         handle, address = library.create_range(device, [m.handle for m in memories])
-        super().__init__(address, sum(memory.size for memory in memories))
-        # The memories ride along as an argument, so that they are freed after the range.
+        size = sum(memory.size for memory in memories)
+        # At once: whatever fails from here on gives the range back. The memories ride along as an
+        # argument, so that they are freed after it.
         weakref.finalize(self, _unmap, library, handle, memories).atexit = False
+        super().__init__(address, size)
 
 
 def _unmap(library: Library, handle: int, memories: list[Memory]) -> None:
