@@ -30,16 +30,16 @@ PLUGIN = """
 import functools
 
 def register():
-    from vllm.model_executor.model_loader import utils
+    from vllm.model_executor.model_loader import base_loader
 
-    theirs = utils.process_weights_after_loading
+    theirs = base_loader.process_weights_after_loading
 
     @functools.wraps(theirs)
     def process_weights_after_loading(*args, **kwargs):
         print("the plugin saw a model", flush=True)
         return theirs(*args, **kwargs)
 
-    utils.process_weights_after_loading = process_weights_after_loading
+    base_loader.process_weights_after_loading = process_weights_after_loading
 """
 
 
