@@ -22,6 +22,9 @@ LINK = 25e9  # bytes a second; what 16 lanes of PCIe 4.0 bring
 MEMORY_RATE = 1e12  # bytes a second of device memory
 CONTEXT = 8192  # tokens, where neither the user nor the model says less
 GIB = 2**30
+# What vLLM serves with Marlin on most NVIDIA GPUs. Such layers are armed only where output that
+# differs in the last bits is accepted.
+FOR_MARLIN = ("int4", "mxfp4", "nvfp4")
 
 
 def plan(
@@ -99,7 +102,7 @@ def plan(
         "other_types": _other_types(described, sizes, budget, machine, load),
         "command": command_line(
             model if path != Path(model) else str(path.parent), described, load, budget,
-            utilization, kv_dtype,
+            utilization, kv_dtype, quantization,
         ),
     }  # fmt: skip
     if as_json:
@@ -237,8 +240,9 @@ def _other_types(
 
 
 def command_line(
-    name: str, model: Model, load: Load, budget: Budget, utilization: float, kv_dtype: str
-) -> list[str]:
+    name: str, model: Model, load: Load, budget: Budget, utilization: float, kv_dtype: str,
+    quantization: str | None,
+) -> list[str]:  # fmt: skip
     """Words of a shell command; the part that says what the cache takes comes first."""
     words = ["vllm", "serve", shlex.quote(name)]
     words += ["--max-model-len", str(load.context), "--max-num-seqs", str(load.streams)]
@@ -254,11 +258,6 @@ def command_line(
         words += ["--moe-backend", "marlin"]  # of those for MXFP4, the one that plan_sizes is for
     variables = [f"EXPERT_CACHE_SLOTS={budget.best}"]
     variables += [] if budget.overflow else ["EXPERT_CACHE_OVERFLOW=off"]
-    variables += ["EXPERT_CACHE_ALLOW_INEXACT=1"] if is_for_marlin(model) else []
+    stored_as = quantization or model.quantization.label
+    variables += ["EXPERT_CACHE_ALLOW_INEXACT=1"] if stored_as in FOR_MARLIN else []
     return [*variables, *words]
-
-
-def is_for_marlin(model: Model) -> bool:
-    """Whether vLLM serves these experts with Marlin on most NVIDIA GPUs; those layers are armed
-    only where output that differs in the last bits is accepted."""
-    return model.quantization.label in ("int4", "mxfp4", "nvfp4")
