@@ -60,10 +60,11 @@ class KernelView:
 
     def __init__(
         self, layer: torch.nn.Module, method: Any, tensors: ExpertTensors,
-        rows: dict[int, torch.Tensor], fewer_rows: bool,
+        rows: dict[int, torch.Tensor], fewer_rows: bool, row_of: torch.Tensor | None,
     ) -> None:  # fmt: skip
         """rows: for each ExpertTensor, by id(), the device tensor that stands for it.
-        fewer_rows: those tensors have fewer than E rows."""
+        fewer_rows: those tensors have fewer than E rows. row_of: where the row of each expert
+        stands on the device, if experts do not lie at their own numbers."""
         names = {name: rows[id(entry)] for entry in tensors for name in entry.names}
         self.layer = view_layer(layer, names)
 
@@ -75,6 +76,7 @@ class KernelView:
         experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(self.method))
         if fewer_rows and vllm_compat.needs_tuned_config(experts):
             vllm_compat.keep_tuned_config(experts, tensors.experts)
+        self.takes_experts = row_of is not None and vllm_compat.keep_order(experts, row_of)
         self.apply: Callable[..., Any] = self.method.apply
 
 
@@ -200,6 +202,14 @@ class ExpertCache:
         self.forget()
         self.reset_counters()
 
+    @property
+    def row_of(self) -> torch.Tensor | None:
+        """int32 [E], the row of every routed expert after `run`; None where ids are not those of
+        experts."""
+        if self._maps is not None:
+            return None
+        return self.state[STATE_HEADER : STATE_HEADER + self.experts]
+
     def forget(self) -> None:
         """Empties the cache: no expert is resident, so the next steps read the host copy. The
         counters go on."""
@@ -322,7 +332,14 @@ class ArmedLayer:
         method = self._layer.quant_method
         plain = self.cache.storage.kind == "plain"
         self._views = {
-            mode: KernelView(self._layer, method, found, rows, plain and mode == ROWS)
+            mode: KernelView(
+                self._layer,
+                method,
+                found,
+                rows,
+                plain and mode == ROWS,
+                self.cache.row_of if mode == ROWS else None,
+            )
             for mode, rows in views.items()
         }
         self._signature = inspect.signature(self._views[ROWS].apply)
@@ -373,7 +390,8 @@ class ArmedLayer:
         if self._following is not None and self._following.installed:
             self._preloader.start(self._following.cache, ids)
         view = self._views[mode]
-        return view.apply(**{**kwargs, "topk_ids": rows, "layer": view.layer})
+        kwargs["topk_ids"] = ids if view.takes_experts else rows
+        return view.apply(**{**kwargs, "layer": view.layer})
 
     def _give_up(self, error: KernelError, kwargs: dict[str, Any]) -> Any:
         """vLLM's path over the host copy is always right: a layer whose kernels cannot be

@@ -12,6 +12,7 @@ What is rebound, and when that can go:
 | `model_loader.utils.process_weights_after_loading` and every module that imported it by name | the one call after which all weights and kernels of a model are final | wrapped; the original runs first | vLLM has a post-load plugin hook |
 | `model_loader.utils.device_loading_context` | 0.33 leaves repacked experts in device memory | replaced while the function above runs | 0.33 is no longer served, or was mended |
 | `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
+| `moe_align_block_size` in the module of `MarlinExperts` | Marlin rounds by the order of experts in its result | replaced while a step of an armed layer runs, put back after it | Marlin's sums do not depend on that order |
 | `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
 | `Worker.reload_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
 | `Worker.update_weights` | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
@@ -248,6 +249,41 @@ ORDER_DEPENDENT = frozenset(
 def is_order_dependent(method: Any) -> bool:
     runner = fused_experts(moe_kernel(method)) or method
     return any(owner.__name__ in ORDER_DEPENDENT for owner in type(runner).__mro__)
+
+
+def keep_order(experts: Any, row_of: torch.Tensor) -> bool:
+    """Makes an experts object of ours sort a step's tokens by expert, as the model's own kernel
+    does, and read each expert at its row: the order of sums stays what it is without the cache.
+    `apply` then takes ids of experts and not rows. False where this cannot be done.
+
+    row_of: int32 [E] on the device, where manage keeps the row of every routed expert.
+
+    The kernel's module imports `moe_align_block_size` by name, and its second result is the expert
+    whose weights each block of sorted tokens reads, or -1 (0.21-0.33).
+    """
+    module = sys.modules.get(type(experts).__module__)
+    if type(experts).__name__ != "MarlinExperts" or not hasattr(module, "moe_align_block_size"):
+        return False
+    if compiles_on_cpu():  # a graph would have no use for the rows, and not compute them
+        return False
+    original, last = experts.apply, len(row_of) - 1
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        align = module.moe_align_block_size
+
+        def align_then_look_up(*args: Any, **kwargs: Any) -> Any:
+            tokens, blocks, count = align(*args, **kwargs)
+            rows = row_of[blocks.clamp(0, last).long()]
+            return tokens, rows.where((blocks >= 0) & (blocks <= last), blocks), count
+
+        module.moe_align_block_size = align_then_look_up
+        try:
+            return original(*args, **kwargs)
+        finally:
+            module.moe_align_block_size = align
+
+    vars(experts)["apply"] = apply
+    return True
 
 
 def moe_kernel(method: Any) -> Any:
