@@ -77,6 +77,35 @@ _fields("vllm.config.scheduler", "SchedulerConfig", "max_num_batched_tokens", "m
 _fields("vllm.config.compilation", "CompilationConfig", "mode", "static_forward_context")
 
 
+_fields(
+    "vllm.engine.arg_utils", "EngineArgs",
+    "cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size",
+    "enable_lora", "enable_eplb", "enable_dbo", "enable_expert_parallel", "data_parallel_size",
+)  # fmt: skip
+
+
+@fact("FlexibleArgumentParser, and cmd_init() of `vllm serve`")
+def _(release: Release) -> Iterator[Found]:
+    yield release.module("vllm.utils.argparse_utils").cls("FlexibleArgumentParser")
+    yield release.module("vllm.entrypoints.cli.serve").function("cmd_init")
+
+
+@fact("the second model runner knows no offloader", until="0.27")
+def _(release: Release) -> Iterator[Found]:
+    source = release.module("vllm.v1.worker.gpu.model_runner")
+    require(not source.imports("set_offloader"), f"{source.name} imports set_offloader")
+    yield source.cls("GPUModelRunner")
+
+
+@fact("the second model runner is the default of DeepSeek-V2, Qwen2-MoE and Granite-MoE",
+      since="0.24", until="0.28")  # fmt: skip
+def _(release: Release) -> Iterator[Found]:
+    names = release.module("vllm.config.vllm").assigned("DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
+    for name in ("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"):
+        require(repr(name) in names.text, f"{names.place} does not name {name}")
+    yield names
+
+
 @fact("CompilationMode is a number, and NONE is 0")
 def _(release: Release) -> Iterator[Found]:
     mode = release.module("vllm.config.compilation").cls("CompilationMode")
