@@ -99,7 +99,9 @@ class Recorder:
         if self._ring is None:
             if ids.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return  # memory cannot be registered now; vLLM runs a step before it captures
-            self._ring = self._open_ring(ids.shape[1])
+            # vLLM steps in inference mode; what is made there could not be reset outside of it.
+            with torch.inference_mode(False):
+                self._ring = self._open_ring(ids.shape[1])
             self._ended = self._ring is None
         if self._ring is None:
             return
