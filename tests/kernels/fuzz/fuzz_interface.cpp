@@ -63,6 +63,7 @@ class Tensor {
     const std::vector<uint8_t> before = wanted_slots_;
     auto &rows = in_scratch(mode) ? wanted_scratch_ : wanted_slots_;
     for (const auto &[expert, from_slot, to_row, to_slot] : copies) {
+      if (to_row < 0) continue;
       const uint8_t *from = source_.begin() + expert * stride_;
       if (from_slot >= 0) from = &before[from_slot * stride_];
       std::copy(from, from + bytes_, &rows[to_row * stride_]);
@@ -116,6 +117,8 @@ class Layer {
     args_.mode = choose_mode(in);
     Memory row_ids(args_.id_rows * args_.id_columns * id_size(), in.below(4) * id_size() % 16);
     args_.row_ids = row_ids.begin();
+    args_.preloaded = args_.mode == EXPERT_CACHE_ROWS && !plain_ && in.one_in(3);
+    if (args_.preloaded || (!plain_ && in.one_in(8))) preload(in);
     const std::vector<uint8_t> untouched(row_ids.begin(), row_ids.end());
     if (in.one_in(3)) refuse_manage(in);
 
@@ -123,13 +126,15 @@ class Layer {
     EXPECT(expert_cache_manage(&args_, nullptr) == EXPERT_CACHE_OK);
     const std::vector<int64_t> seen = read(ids_->begin(), args_.id_row_stride,
                                            args_.id_column_stride);
-    const std::vector<int64_t> rows = reference_.manage(seen, args_.mode);
+    const std::vector<int64_t> rows = reference_.manage(seen, args_.mode,
+                                                            args_.preloaded);
     if (args_.mode == EXPERT_CACHE_SKIP)
       EXPECT(std::equal(untouched.begin(), untouched.end(), row_ids.begin()));
     else
       EXPECT(read(row_ids.begin(), args_.id_columns, 1) == rows);
     EXPECT(row_ids.guard_intact() && ids_->guard_intact());
     compare_state();
+    if (args_.counters_mirror) EXPECT(!memcmp(mirror_.begin(), counters_.begin(), mirror_.bytes()));
     gather(in);
   }
 
@@ -193,8 +198,7 @@ class Layer {
     const int32_t *words = state_.as<int32_t>();
     EXPECT(static_cast<uint32_t>(words[0]) == r.step);
     EXPECT(words[1] == static_cast<int32_t>(r.copies.size()));
-    const auto is_hit = [](const Reference::Copy &copy) { return copy[1] >= 0; };
-    EXPECT(words[1] - words[2] == std::count_if(r.copies.begin(), r.copies.end(), is_hit));
+    EXPECT(words[2] == r.copies_of_misses);
     for (int i = 3; i < EXPERT_CACHE_STATE_HEADER; i++) EXPECT(words[i] == 0);
     words += EXPERT_CACHE_STATE_HEADER;
     EXPECT(std::equal(r.row_of.begin(), r.row_of.end(), words));
@@ -208,7 +212,6 @@ class Layer {
       words += copy.size();
     }
     EXPECT(!memcmp(counters_.begin(), r.counters, sizeof r.counters));
-    if (args_.counters_mirror) EXPECT(!memcmp(mirror_.begin(), r.counters, sizeof r.counters));
   }
 
   // Shape, strides and values of a step's ids. A long list repeats what the input names.
@@ -263,11 +266,31 @@ class Layer {
     return most <= args_.slots && in.one_in(2) ? EXPERT_CACHE_ROWS : EXPERT_CACHE_SCRATCH;
   }
 
+  // For the step that is about to be made, or for one that is not.
+  void preload(Bytes &in) {
+    ExpertCachePreload args = {args_.state, args_.experts, args_.slots};
+    if (in.one_in(4)) {
+      ExpertCachePreload bad = args;
+      if (in.one_in(2)) bad.state = stray_pointer(in, bad.state);
+      (in.one_in(2) ? bad.experts : bad.slots) = in.stray();
+      if (const Errors errors = errors_of(bad))
+        EXPECT_CODE(expert_cache_preload(&bad, nullptr), errors);
+      EXPECT(expert_cache_preload(nullptr, nullptr) == EXPERT_CACHE_BAD_POINTER);
+    }
+    EXPECT(expert_cache_preload(&args, nullptr) == EXPERT_CACHE_OK);
+    reference_.preload();
+    compare_state();
+    const int mode = args_.mode;
+    args_.mode = EXPERT_CACHE_ROWS;
+    gather(in);
+    args_.mode = mode;
+  }
+
   // One to three fields gone wrong: the call must be refused for one of its faults, untouched.
   void refuse_manage(Bytes &in) {
     ExpertCacheManage bad = args_;
     for (int64_t n = in.between(1, 3); n > 0; n--) {
-      switch (in.below(18)) {
+      switch (in.below(19)) {
         case 0: bad.ids = nullptr; break;
         case 1: bad.row_ids = nullptr; break;
         case 2: bad.state = stray_pointer(in, bad.state); break;
@@ -286,6 +309,7 @@ class Layer {
         case 15: bad.expert_map = stray_pointer(in, bad.expert_map); break;
         case 16: bad.expert_ids = stray_pointer(in, bad.expert_ids); break;
         case 17: bad.map_length = in.stray(); break;
+        case 18: bad.preloaded = in.stray(); break;
       }
     }
     const Errors errors = errors_of(bad);
@@ -312,6 +336,7 @@ class Layer {
     args.experts = args_.experts;
     args.chunks = in.one_of({1, 2, 3, 16});
     args.lanes = in.one_of({1, 2, 5});
+    args.device_lanes = in.one_of({0, 0, 1, 3});
     args.threads = in.one_of({0, 64, 128, 1024});
     if (in.one_in(3)) refuse_gather(in, args);
     EXPECT(expert_cache_gather(&args, nullptr) == EXPERT_CACHE_OK);
@@ -319,7 +344,7 @@ class Layer {
   }
 
   static void refuse_gather(Bytes &in, ExpertCacheGather bad) {
-    switch (in.below(7)) {
+    switch (in.below(8)) {
       case 0: bad.tensors = stray_pointer(in, bad.tensors); break;
       case 1: bad.state = stray_pointer(in, bad.state); break;
       case 2: bad.tensor_count = in.stray(); break;
@@ -327,6 +352,7 @@ class Layer {
       case 4: bad.chunks = in.stray(); break;
       case 5: bad.lanes = in.stray(); break;
       case 6: bad.threads = in.stray(); break;
+      case 7: bad.device_lanes = in.stray(); break;
     }
     if (const Errors errors = errors_of(bad)) EXPECT_CODE(expert_cache_gather(&bad, nullptr), errors);
   }

@@ -18,7 +18,8 @@ struct Reference {
   int experts, slots, policy;
   uint32_t decay;
   uint32_t step = 0;
-  std::vector<Copy> copies;
+  std::vector<Copy> copies;  // those of misses first
+  int copies_of_misses = 0;
   std::vector<int32_t> row_of, expert_at;
   std::vector<uint32_t> score, last;
   int64_t counters[EXPERT_CACHE_COUNTERS] = {};
@@ -29,9 +30,11 @@ struct Reference {
         expert_at(experts, -1), score(experts), last(experts) {}
 
   // ids: as numbers of their own type. Returns what row_ids must hold; empty in mode skip.
-  std::vector<int64_t> manage(const std::vector<int64_t> &ids, int mode) {
+  std::vector<int64_t> manage(const std::vector<int64_t> &ids, int mode, bool preloaded) {
+    const std::vector<int32_t> laid = row_of;
     forget();
     copies.clear();
+    copies_of_misses = 0;
     if (mode == EXPERT_CACHE_SKIP) {
       counters[EXPERT_CACHE_READ_THROUGH]++;
       return {};
@@ -48,10 +51,21 @@ struct Reference {
     std::vector<int> hits, misses;
     for (int e : routed) (row_of[e] >= 0 ? hits : misses).push_back(e);
     update_scores(routed, hits);
-    const int overflow = place(routed, misses, mode);
-    for (int e : misses)
-      copies.push_back(mode == EXPERT_CACHE_ROWS ? Copy{e, -1, row_of[e], -1}
-                                                 : Copy{e, -1, e, row_of[e]});
+    const std::vector<int32_t> rows_for_overflow =
+        preloaded ? laid : std::vector<int32_t>(experts, -1);
+    const int overflow = place(routed, misses, mode, rows_for_overflow);
+    for (int e : misses) {
+      const int32_t from = rows_for_overflow[e];
+      if (mode == EXPERT_CACHE_SCRATCH)
+        copies.push_back({e, -1, e, row_of[e]});
+      else if (from < 0)
+        copies.push_back({e, -1, row_of[e], -1});
+      else if (row_of[e] < slots)
+        copies.push_back({e, from, row_of[e], -1});
+      else
+        copies.push_back({e, -1, -1, -1});
+    }
+    copies_of_misses = static_cast<int>(copies.size());
     if (mode == EXPERT_CACHE_SCRATCH)
       for (int e : hits) copies.push_back({e, row_of[e], e, -1});
     counters[EXPERT_CACHE_STEPS]++;
@@ -65,6 +79,21 @@ struct Reference {
         if (const int e = expert_of(id); e >= 0)
           id = expert_map.empty() ? row_of[e] : expert_ids[row_of[e]];
     return rows;
+  }
+
+  void preload() {
+    forget();
+    copies.clear();
+    copies_of_misses = 0;
+    if (std::count(expert_at.begin(), expert_at.begin() + slots, -1)) return;
+    int row = slots;
+    for (int e = 0; e < experts; e++) {
+      if (row_of[e] >= 0) continue;
+      copies.push_back({e, -1, row, -1});
+      expert_at[row] = e;
+      row_of[e] = row++;
+    }
+    copies_of_misses = static_cast<int>(copies.size());
   }
 
  private:
@@ -121,8 +150,9 @@ struct Reference {
     return {score[e], -age, slot};
   }
 
-  // Steps 5 to 7; the number of misses that found no slot.
-  int place(const std::set<int> &routed, const std::vector<int> &misses, int mode) {
+  // Steps 5 to 7; the number of misses that found no slot. laid: by expert, its laid row or -1.
+  int place(const std::set<int> &routed, const std::vector<int> &misses, int mode,
+            const std::vector<int32_t> &laid) {
     std::vector<int> available;
     for (int slot = 0; slot < slots; slot++)
       if (expert_at[slot] < 0) available.push_back(slot);
@@ -140,7 +170,8 @@ struct Reference {
     int overflow = 0;
     for (int e : misses) {
       if (row_of[e] >= 0) continue;
-      const int row = slots + overflow++;
+      const int row = laid[e] >= 0 ? laid[e] : slots + overflow;
+      overflow++;
       if (mode != EXPERT_CACHE_ROWS) continue;
       row_of[e] = row;
       expert_at[row] = e;

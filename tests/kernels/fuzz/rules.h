@@ -48,6 +48,7 @@ inline Errors errors_of(const ExpertCacheManage &a) {
   Errors errors = if_not(in(a.experts, 2, EXPERT_CACHE_MAX_EXPERTS), EXPERT_CACHE_BAD_EXPERTS);
   errors |= if_not(in(a.slots, 1, int64_t{a.experts} - 1), EXPERT_CACHE_BAD_SLOTS);
   errors |= if_not(in(a.mode, EXPERT_CACHE_ROWS, EXPERT_CACHE_SKIP), EXPERT_CACHE_BAD_MODE);
+  errors |= if_not(in(a.preloaded, 0, a.mode == EXPERT_CACHE_ROWS), EXPERT_CACHE_BAD_MODE);
   errors |= if_not(in(a.policy, EXPERT_CACHE_LRFU, EXPERT_CACHE_SLRU), EXPERT_CACHE_BAD_POLICY);
   const bool decays = a.policy == EXPERT_CACHE_LRFU || a.policy == EXPERT_CACHE_LFU;
   const int64_t most = !decays ? 0 : a.policy == EXPERT_CACHE_LRFU ? 65535 : UINT32_MAX;
@@ -66,6 +67,13 @@ inline Errors errors_of(const ExpertCacheGather &a) {
   const bool threads = a.threads == 0 || a.threads == 64 || a.threads == 128 ||
                        a.threads == 256 || a.threads == 512 || a.threads == 1024;
   const bool grid = in(a.chunks, 1, 4096) && in(a.lanes, 1, 4096) &&
-                    int64_t{a.chunks} * a.lanes <= 65535;
+                    in(a.device_lanes, 0, 4096) &&
+                    a.chunks * (int64_t{a.lanes} + a.device_lanes) <= 65535;
   return errors | if_not(threads && grid, EXPERT_CACHE_BAD_GRID);
+}
+
+inline Errors errors_of(const ExpertCachePreload &a) {
+  return if_not(aligned(a.state, 16), EXPERT_CACHE_BAD_POINTER) |
+         if_not(in(a.experts, 2, EXPERT_CACHE_MAX_EXPERTS), EXPERT_CACHE_BAD_EXPERTS) |
+         if_not(in(a.slots, 1, int64_t{a.experts} - 1), EXPERT_CACHE_BAD_SLOTS);
 }
