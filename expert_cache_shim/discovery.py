@@ -33,6 +33,10 @@ class ExpertTensor:
     names: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # Kernels read this memory by address: it must not go when a parameter gets other data.
+        self._memory = self.tensor.untyped_storage()
+
     @property
     def nbytes(self) -> int:
         return record_bytes(self.tensor)
@@ -56,18 +60,51 @@ def record_bytes(tensor: torch.Tensor) -> int:
     return (sum((size - 1) * stride for size, stride in inner) + 1) * tensor.element_size()
 
 
+def records(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, uint8 `[n, record bytes]`, where n is the first dimension. For
+    copies: a tensor that shows one element in several places cannot be written to as it is."""
+    size = tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * size,
+        (tensor.shape[0], record_bytes(tensor)),
+        (tensor.stride(0) * size, 1),
+    )
+
+
 def layer_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """The layer's `w13_*` and `w2_*` tensors by attribute name, aliases included.
 
     `named_parameters()` would hide the second name of a tensor, so the dictionaries are read.
     """
-    found: dict[str, torch.Tensor] = {}
-    holders = (vars(layer), getattr(layer, "_parameters", {}), getattr(layer, "_buffers", {}))
-    for holder in holders:
+    return {name: holder[name] for name, holder in _holders(layer).items()}
+
+
+def _holders(layer: Any) -> dict[str, dict[str, Any]]:
+    """For each name of an expert tensor the dictionary that holds it."""
+    found = {}
+    for holder in (vars(layer), getattr(layer, "_parameters", {}), getattr(layer, "_buffers", {})):
         for name, value in holder.items():
             if isinstance(value, torch.Tensor) and _EXPERT_NAME.match(name):
-                found[name] = value
+                found[name] = holder
     return found
+
+
+class Locations:
+    """Where a layer's tensors lie, to be asked in every step: a look-up and a pointer for each."""
+
+    def __init__(self, layer: Any) -> None:
+        self._known = [
+            (holder, name, holder[name].data_ptr()) for name, holder in _holders(layer).items()
+        ]
+
+    def changed(self) -> bool:
+        """Whether a tensor was replaced, or has other memory."""
+        for holder, name, address in self._known:
+            tensor = holder.get(name)
+            if tensor is None or tensor.data_ptr() != address:
+                return True
+        return False
 
 
 def count_experts(layer: Any) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from . import compiled, policy, vllm_compat
-from .discovery import ExpertTensors
+from .discovery import ExpertTensors, Locations
 from .native import (
     INT32,
     INT64,
@@ -343,6 +343,7 @@ class ArmedLayer:
             for mode, rows in views.items()
         }
         self._signature = inspect.signature(self._views[ROWS].apply)
+        self._locations = Locations(self._layer)
         return True
 
     def install(self) -> None:
@@ -375,30 +376,33 @@ class ArmedLayer:
         ids = kwargs["topk_ids"]
         if torch.compiler.is_compiling():
             return self._apply_traced(ids, kwargs)
-        mode = self.cache.mode(ids)
         preloaded = self._preloader is not None and self._preloader.finish(self.cache)
-        if mode == SKIP:
-            if ids.numel():
+        if self._locations.changed():
+            return self._give_up("its tensors were replaced while serving", kwargs)
+        mode = self.cache.mode(ids)
+        try:
+            if mode != SKIP:
+                rows = self.cache.run(ids, mode, preloaded)
+            elif ids.numel():
                 self.cache.note_read_through()
                 if self.cache.record is not None:
                     self.cache.record(ids)
-            return self._original(**kwargs)
-        try:
-            rows = self.cache.run(ids, mode, preloaded)
         except KernelError as error:
-            return self._give_up(error, kwargs)
+            return self._give_up(f"a kernel could not be launched: {error}", kwargs)
+        if mode == SKIP:
+            return self._original(**kwargs)
         if self._following is not None and self._following.installed:
             self._preloader.start(self._following.cache, ids)
         view = self._views[mode]
         kwargs["topk_ids"] = ids if view.takes_experts else rows
         return view.apply(**{**kwargs, "layer": view.layer})
 
-    def _give_up(self, error: KernelError, kwargs: dict[str, Any]) -> Any:
-        """vLLM's path over the host copy is always right: a layer whose kernels cannot be
-        launched goes back to it for good."""
+    def _give_up(self, reason: str, kwargs: dict[str, Any]) -> Any:
+        """vLLM's path over the host copy is always right: a layer that cannot be served goes back
+        to it for good."""
         logger.error(
-            "expert cache: %s is served by vLLM's own path from now on, because a kernel could "
-            "not be launched: %s", self.name, error,
+            "expert cache: %s is served by vLLM's own path from now on, because %s",
+            self.name, reason,
         )  # fmt: skip
         self.remove()
         return self._original(**kwargs)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .discovery import ExpertTensor, ExpertTensors
+from .discovery import ExpertTensor, ExpertTensors, records
 from .layout import ALIAS_FROM, aliased_bytes, is_aliased
 from .native import HOST_READABLE, Library
 from .native import Tensor as TableEntry
@@ -71,7 +71,7 @@ class Storage:
             if place.source.nbytes < ALIAS_FROM:
                 for rows in (place.slots, place.scratch):
                     if rows is not None:
-                        rows.copy_(place.source.tensor.detach()[: rows.shape[0]])
+                        records(rows).copy_(records(place.source.tensor)[: rows.shape[0]])
 
     def table(self, scratch: bool) -> torch.Tensor:
         """The gather kernel's table as a device tensor of bytes. `scratch`: rows are those of
