@@ -54,8 +54,13 @@ def reports() -> Iterator[Report]:
 
 def layers_of(model: torch.nn.Module) -> list[ArmedLayer]:
     """The armed layers of one model; none of a model that is not armed."""
-    report = _reports.get(model)
+    report = report_of(model)
     return report.armed if report else []
+
+
+def report_of(model: torch.nn.Module | None) -> Report | None:
+    """What became of a model; None of one that is not armed."""
+    return None if model is None else _reports.get(model)
 
 
 def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
@@ -103,10 +108,12 @@ def _rebind_armed(layers: list, report: Report) -> list:
     return remaining
 
 
-def refresh_all() -> None:
-    """The weights of the armed models have changed in place: nothing in a slot is good any
+def refresh(reports: list[Report]) -> None:
+    """The weights of some armed models have changed in place: nothing in a slot is good any
     more, and a layer may have a new kernel. A layer whose tensors moved goes back to vLLM."""
     for model, report in list(_reports.items()):
+        if not any(report is one for one in reports):
+            continue
         layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
         before, report.armed, known = report.armed, [], len(report.refused)
         moved = _rebind_armed(layers, report)

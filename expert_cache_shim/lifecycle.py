@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wrapt
 
 from . import vllm_compat
+
+if TYPE_CHECKING:
+    from .arming import Report
 
 logger = logging.getLogger("vllm.expert_cache")
 
@@ -43,7 +46,7 @@ def watch_model(model: type) -> None:
 def weights_changed() -> None:
     """For code that writes into the parameters of a served model by itself: the next steps use
     what it wrote. Call it in the worker's process."""
-    _forget_all()
+    _forget(None)
 
 
 def _wrap(owner: type, name: str, wrapper: Any) -> None:
@@ -55,8 +58,8 @@ def _wrap(owner: type, name: str, wrapper: Any) -> None:
 def _after_warm_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Warm-up routes dummy tokens: what they left in the cache and its counters is no use."""
     result = wrapped(*args, **kwargs)
-    _guarded(_forget_all)
-    _guarded(_reset_counters)
+    _guarded(lambda: _forget(instance))
+    _guarded(lambda: _reset_counters(instance))
     _guarded(warn_if_device_is_full)
     return result
 
@@ -67,13 +70,13 @@ def _after_part_of_a_change(wrapped: Any, instance: Any, args: tuple, kwargs: di
     try:
         return wrapped(*args, **kwargs)
     finally:
-        _guarded(_forget_all)
+        _guarded(lambda: _forget(instance))
 
 
 def _after_change(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Host copies hold other bytes, and a layer may have another kernel."""
     result = _after_part_of_a_change(wrapped, instance, args, kwargs)
-    _guarded(_refresh_all)
+    _guarded(lambda: _refresh(instance))
     return result
 
 
@@ -82,7 +85,7 @@ def _after_wake_up(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> An
     mapped."""
     result = wrapped(*args, **kwargs)
     if vllm_compat.wakes_weights(args[0] if args else kwargs.get("tags")):
-        _guarded(_refresh_all)
+        _guarded(lambda: _refresh(instance))
     return result
 
 
@@ -98,20 +101,24 @@ def _around_load_weights(wrapped: Any, instance: Any, args: tuple, kwargs: dict)
         _given_weights.add(instance)
 
 
-_executions = 0
+_executions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by worker
 
 
 def _around_execution(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """After the first executions of the model asks once whether the cache was called."""
-    global _executions
     if _given_weights:
         _guarded(_forget_given)
     result = wrapped(*args, **kwargs)
-    if _executions < EXECUTIONS:
-        _executions += 1
-        if _executions == EXECUTIONS:
-            _guarded(report_uncalled)
+    _guarded(lambda: _count_execution(instance))
     return result
+
+
+def _count_execution(worker: Any) -> None:
+    """After a worker's first executions asks once whether its cache was called."""
+    executions = _executions.get(worker, 0)
+    if executions < EXECUTIONS:
+        _executions[worker] = executions + 1
+        if executions + 1 == EXECUTIONS:
+            report_uncalled(worker)
 
 
 def _forget_given() -> None:
@@ -130,20 +137,25 @@ def _guarded(action: Any) -> None:
         logger.exception("expert cache: unexpected error; serving goes on")
 
 
-def _forget_all() -> None:
+def _reports(worker: Any) -> list[Report]:
+    """Of the worker's own model, for another engine of this process may be in the middle of a
+    step; of every model where there is no telling."""
     from . import arming
 
-    for report in arming.reports():
+    own = arming.report_of(vllm_compat.model_of(worker))
+    return list(arming.reports()) if own is None else [own]
+
+
+def _forget(worker: Any) -> None:
+    for report in _reports(worker):
         for layer in report.armed:
             _guarded(layer.cache.forget)
         for recorder in report.recorders:
             _guarded(recorder.reset)
 
 
-def _reset_counters() -> None:
-    from . import arming
-
-    for report in arming.reports():
+def _reset_counters(worker: Any) -> None:
+    for report in _reports(worker):
         for layer in report.armed:
             layer.cache.reset_counters()
 
@@ -167,20 +179,19 @@ def warn_if_device_is_full() -> None:
             )  # fmt: skip
 
 
-def _refresh_all() -> None:
+def _refresh(worker: Any) -> None:
     from . import arming
 
-    arming.refresh_all()
+    arming.refresh(_reports(worker))
 
 
-def report_uncalled() -> list[str]:
+def report_uncalled(worker: Any = None) -> list[str]:
     """Says loudly which armed models, or layers of them, never reached the cache; returns the
     names of the models of which no layer did."""
-    from . import arming
     from .reporting import first_of
 
     silent = []
-    for report in arming.reports():
+    for report in _reports(worker):
         if report.armed and report.steps() == 0:
             silent.append(report.model)
             continue

@@ -87,6 +87,7 @@ WORKER_MODULES = {
 }
 WARM_UP = "compile_or_warm_up_model"
 EXECUTE = "execute_model"
+GET_MODEL = "get_model"
 # While a session of these is under way host copies change, in place, and layers whose weights
 # have not come yet hold tensors on the meta device (0.21-0.33).
 WEIGHTS_CHANGING = ("update_weights",)
@@ -386,6 +387,16 @@ def tensor_parallel_rank() -> int:
         return int(module.get_tensor_model_parallel_rank()) if module else 0
     except (AssertionError, AttributeError):  # the group is not there
         return 0
+
+
+def model_of(worker: Any) -> Any | None:
+    """The model that a worker loaded, without the wrappers of its runner (0.21-0.33); None where
+    it has none yet."""
+    get_model = getattr(worker, GET_MODEL, None)
+    try:
+        return get_model() if get_model else None
+    except Exception:  # a runner that has loaded nothing: ValueError or AttributeError
+        return None
 
 
 def offloader_name() -> str:

@@ -35,12 +35,6 @@ def worker_class(base: type = object) -> type:
     return Worker
 
 
-@pytest.fixture(autouse=True)
-def fresh_count(monkeypatch):
-    """A process counts its first executions once."""
-    monkeypatch.setattr(lifecycle, "_executions", 0)
-
-
 @pytest.fixture
 def worker(arm):
     """A watched worker whose model is armed."""
@@ -151,7 +145,7 @@ def test_a_device_that_is_nearly_full_after_warm_up_is_warned_of(
 ):
     for armed in worker.report.armed:
         armed.cache.device = torch.device("cuda", 0)
-    monkeypatch.setattr(lifecycle, "_forget_all", lambda: None)  # no GPU here to forget on
+    monkeypatch.setattr(lifecycle, "_forget", lambda worker: None)  # no GPU here to forget on
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 20, 8192 << 20))
     worker.model = None
     worker.compile_or_warm_up_model()
@@ -202,7 +196,7 @@ def test_methods_keep_their_names_and_a_class_is_watched_once():
 
 def test_inherited_methods_are_watched_once_where_they_are_defined(monkeypatch):
     runs = []
-    monkeypatch.setattr(lifecycle, "_forget_all", lambda: runs.append(1))
+    monkeypatch.setattr(lifecycle, "_forget", lambda worker: runs.append(1))
     base = worker_class()
 
     class CPUWorker(base):

@@ -245,7 +245,7 @@ def test_waking_up_another_part_touches_nothing(arm, monkeypatch):
     """Device memory of the weights is not mapped yet."""
     report = arm(model_of(methods.Int8ChannelMoEMethod))
     monkeypatch.setattr(type(report.armed[0].cache), "forget", lambda cache: 1 // 0)
-    monkeypatch.setattr(arming, "refresh_all", lambda: 1 // 0)
+    monkeypatch.setattr(arming, "refresh", lambda reports: 1 // 0)
     changing_worker(lambda: None).wake_up(tags=["kv_cache"])
     changing_worker(lambda: None).wake_up(["kv_cache"])
 

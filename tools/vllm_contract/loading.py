@@ -122,7 +122,9 @@ def _worker_method(name: str, since: str = "") -> None:
         yield release.module("vllm.v1.worker.gpu_worker").cls("Worker").method(name)
 
 
-for _name in (vllm_compat.WARM_UP, vllm_compat.EXECUTE, vllm_compat.WAKE_UP):
+for _name in (
+    vllm_compat.WARM_UP, vllm_compat.EXECUTE, vllm_compat.WAKE_UP, vllm_compat.GET_MODEL
+):  # fmt: skip
     _worker_method(_name)
 for _name, _since in CHANGES_SINCE.items():
     _worker_method(_name, _since)
