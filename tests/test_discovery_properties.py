@@ -81,8 +81,8 @@ def layers(draw) -> tuple[int, list[tuple[str, torch.Tensor]]]:
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Byte for byte, NaNs included."""
-    a, b = (tensor.reshape(-1).clone().view(torch.uint8) for tensor in (a, b))
-    return torch.equal(a, b)
+    a, b = (torch.empty(t.shape, dtype=t.dtype).copy_(t).reshape(-1) for t in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def discovered(experts: int, named: list[tuple[str, torch.Tensor]]) -> ExpertTensors:
@@ -125,7 +125,7 @@ def test_every_tensor_by_expert_is_taken_in_once_or_refused(layer):
             assert found.find(tensor) is entry
             assert storage_key(entry.tensor) == storage_key(tensor)
     assert sorted(name for entry in found for name in entry.names) == sorted(taken)
-    assert len(found) == len(found.keys())
+    assert len(found) == len({storage_key(entry.tensor) for entry in found})
 
 
 @MANY
