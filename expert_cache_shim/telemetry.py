@@ -24,12 +24,22 @@ import numpy as np
 from .mapped_file import MappedFile, locate
 from .policy import COUNTERS
 from .processes import Process, is_alive, lineage
+from .untrusted import fields, is_own_folder, own_folder, read_file
 
 # vLLM configures handlers for loggers below "vllm" only.
 logger = logging.getLogger("vllm.expert_cache")
 
 _MAGIC = b"XPCACHE1"
 _SUFFIX = ".counters"
+_MOST = 64 * 2**20  # bytes of a snapshot that is read
+
+_FIELDS = {
+    "engine": str, "rank": int, "model": str, "policy": str, "started": float, "layers": list
+}  # fmt: skip
+_LAYER_FIELDS = {
+    "name": str, "experts": int, "slots": int, "record_bytes": int, "tensors": int,
+    "storage": str, "private_bytes": int, "shared_bytes": int,
+}  # fmt: skip
 
 
 class SnapshotError(ValueError):
@@ -169,7 +179,7 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
 
     Raises SnapshotError if the file is not a whole snapshot, OSError if it cannot be read.
     """
-    data = Path(path).read_bytes()
+    data = read_file(path, _MOST)
     if len(data) < 16 or data[:8] != _MAGIC:
         raise SnapshotError(f"{path}: not an expert cache snapshot")
     try:
@@ -186,17 +196,22 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
 def _header(text: bytes) -> dict[str, Any]:
     """Parsed once a file: whoever watches a worker reads it every second."""
     header = json.loads(text)
-    names = ("engine", "rank", "model", "policy", "started", "layers")
+    known = fields(header, _FIELDS)
+    known["layers"] = [fields(layer, _LAYER_FIELDS) for layer in known["layers"]]
     processes = [Process(pid, start) for pid, start in header["lineage"]]
-    if not processes:
+    if not processes or any(type(number) is not int for one in processes for number in one):
         raise ValueError("no lineage")
-    return {"lineage": processes, **{name: header[name] for name in names}}
+    return {"lineage": processes, **known}
 
 
 def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:
-    """Every readable snapshot of a folder, oldest first; damaged files are left out."""
+    """Every readable snapshot of a folder, oldest first; damaged files are left out, and so is
+    all of a default folder that is not this user's own."""
     snapshots = []
-    for path in Path(folder or default_folder()).glob(f"*{_SUFFIX}"):
+    folder = Path(folder or default_folder())
+    if folder == default_folder() and not is_own_folder(folder):
+        return []
+    for path in folder.glob(f"*{_SUFFIX}"):
         try:
             snapshots.append(read_snapshot(path))
         except (SnapshotError, OSError):
@@ -210,14 +225,6 @@ def make_ready(folder: Path, setting: str | None, suffix: str) -> None:
     if not setting:
         own_folder(folder)
         _remove_stale(folder, suffix)
-
-
-def own_folder(folder: Path) -> None:
-    """Refuses a default folder that somebody else made (its name can be guessed)."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = os.lstat(folder)
-    if status.st_uid != os.getuid() or status.st_mode & 0o077 or not folder.is_dir():
-        raise PermissionError(f"{folder} is not a folder of this user alone")
 
 
 def _remove_stale(folder: Path, suffix: str, days: float = 1.0) -> None:

@@ -36,7 +36,7 @@ def layers(count: int, first: int = 0) -> list[dict]:
     return [
         {
             "name": f"model.layers.{n}.mlp.experts.routed_experts", "experts": 128, "slots": 64,
-            "record_bytes": GIB // 64, "private_bytes": GIB, "shared_bytes": 0,
+            "record_bytes": GIB // 64, "tensors": 2, "private_bytes": GIB, "shared_bytes": 0,
             "storage": "virtual",
         }
         for n in range(first, first + count)

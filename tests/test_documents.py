@@ -13,6 +13,7 @@ import pytest
 from documents import ROOT, Document, documents, text_files
 from message_shapes import ANY, all_modules, fits, module
 from settings_table import COLUMNS, table
+from synthetic.snapshots import described
 
 from expert_cache_shim import policy
 from expert_cache_shim.settings import VARIABLES
@@ -184,7 +185,7 @@ def test_a_line_that_is_quoted_is_one_that_the_shim_can_log(line):
 @pytest.fixture
 def run_example(tmp_path):
     """Runs a command as a user would who has the shim on PYTHONPATH and counters to read."""
-    layer = {"name": "layer", "experts": 8, "slots": 3, "record_bytes": 2**30}
+    layer = described("layer", record_bytes=2**30)
     writer = SnapshotFile(tmp_path / "counters", "a-model", 0, [layer])
     writer.mirror(0)[:3] = 4, 3, 1  # steps, hits, misses
     python = tmp_path / "bin" / "python"

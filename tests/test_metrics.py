@@ -12,6 +12,7 @@ from pathlib import Path
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from synthetic.snapshots import described
 
 from expert_cache_shim import metrics, processes
 from expert_cache_shim.policy import COUNTERS
@@ -19,10 +20,10 @@ from expert_cache_shim.telemetry import SnapshotFile, read_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
-    {
-        "name": f"layers.{n}", "experts": 8, "slots": 3 + n, "record_bytes": 1000 * (n + 1),
-        "private_bytes": 10 + n, "shared_bytes": n, "storage": "virtual",
-    }
+    described(
+        f"layers.{n}", slots=3 + n, record_bytes=1000 * (n + 1), private_bytes=10 + n,
+        shared_bytes=n,
+    )
     for n in range(2)
 ]  # fmt: skip
 
@@ -116,7 +117,7 @@ def test_every_rank_and_model_is_a_series(tmp_path):
 
 
 def test_a_model_of_any_name_is_a_label(tmp_path):
-    name = 'mo"del\\混合\n'
+    name = 'mo"del\\混合'
     written(tmp_path, name)
     assert values(page(tmp_path)["expert_cache_hits"]) == {(name, "0"): 102}
 

@@ -10,6 +10,7 @@ import weakref
 import pytest
 from synthetic import Model
 from synthetic.checks import loaded_layer, model_of
+from synthetic.snapshots import described
 from test_expert_parallel import map_of
 
 from expert_cache_shim import reporting, telemetry, vllm_compat
@@ -19,7 +20,7 @@ from expert_cache_shim.vllm_compat import Offloading
 
 pytest_plugins = ["synthetic.fixtures"]
 
-LAYERS = [{"name": f"layers.{n}", "experts": 8, "slots": 3, "record_bytes": 2**20} for n in (0, 1)]
+LAYERS = [described(f"layers.{n}", record_bytes=2**20) for n in (0, 1)]
 
 
 @pytest.fixture(autouse=True)

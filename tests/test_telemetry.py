@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from synthetic import methods
 from synthetic.checks import model_of, outputs
+from synthetic.snapshots import described
 
 from expert_cache_shim import processes, telemetry
 from expert_cache_shim.policy import COUNTERS
@@ -25,10 +26,7 @@ from expert_cache_shim.policy import COUNTERS
 pytest_plugins = ["synthetic.fixtures"]
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = [
-    {"name": f"layers.{n}", "experts": 8, "slots": 3, "record_bytes": 1000 * (n + 1)}
-    for n in range(2)
-]
+LAYERS = [described(f"layers.{n}", record_bytes=1000 * (n + 1)) for n in range(2)]
 
 
 def written(folder: Path, layers=LAYERS, model="model") -> telemetry.SnapshotFile:
@@ -65,14 +63,14 @@ def test_a_snapshot_is_a_copy_and_the_file_is_current(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 40, 400])
 def test_headers_of_any_length_fit(tmp_path, count):
-    layers = [{"name": "x" * 60, "record_bytes": n} for n in range(count)]
+    layers = [described("x" * 60, record_bytes=n) for n in range(count)]
     snapshot = telemetry.read_snapshot(written(tmp_path, layers).path)
     assert snapshot.layers == layers
     assert snapshot.counters[-1].tolist() == [100 * (count - 1) + n for n in range(8)]
 
 
 def test_a_model_name_of_any_script_is_kept(tmp_path):
-    name = 'modèle/混合 "专家"\n'
+    name = 'modèle/混合 "专家"'
     assert telemetry.read_snapshot(written(tmp_path, model=name).path).model == name
 
 
@@ -195,7 +193,19 @@ def damaged(data: bytes, **header) -> bytes:
         lambda data: damaged(data, lineage=[]),
         lambda data: damaged(data, lineage=[[1]]),
         lambda data: damaged(data, layers=7),
-        lambda data: damaged(data, layers=[{}] * 3),
+        lambda data: damaged(data, layers=[{}] * 2),
+        lambda data: damaged(data, layers=[described("x")] * 3),
+        lambda data: damaged(data, layers=[described("x", slots="3")] * 2),
+        lambda data: damaged(data, layers=[described("x", experts=-1)] * 2),
+        lambda data: damaged(data, layers=[described("x", record_bytes=2**63)] * 2),
+        lambda data: damaged(data, layers=[described(7)] * 2),
+        lambda data: damaged(data, model=["model"]),
+        lambda data: damaged(data, rank="0"),
+        lambda data: damaged(data, rank=True),
+        lambda data: damaged(data, started="now"),
+        lambda data: damaged(data, lineage=[]),
+        lambda data: damaged(data, lineage=[["1/../2", 3]]),
+        lambda data: damaged(data, lineage=[[1]]),
         lambda data: damaged(data, started=...),
         lambda data: data[:8] + struct.pack("<Q", 2) + b"[]" + data[18:],
     ],
@@ -412,9 +422,10 @@ import ctypes, os, sys, time
 import numpy as np
 from pathlib import Path
 from expert_cache_shim import native, policy, telemetry
+from synthetic.snapshots import described
 
 library = native.load("host", sys.argv[1])
-snapshot = telemetry.SnapshotFile(Path(sys.argv[2]), "model", 0, [{"name": "layer"}])
+snapshot = telemetry.SnapshotFile(Path(sys.argv[2]), "model", 0, [described("layer")])
 E, S = 8, 3
 state = np.zeros(native.state_words(E) + 4, np.int32)
 state = state[(-state.ctypes.data % 16) // 4 :]
@@ -438,7 +449,7 @@ def test_a_worker_that_is_killed_leaves_its_counters(host_library_path, tmp_path
     """No thread, no flush, no exit: the kernel's stores are the file."""
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(host_library_path), str(tmp_path)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"},
     )  # fmt: skip
     with writer:
         assert writer.stdout.readline() == "running\n"
@@ -450,3 +461,76 @@ def test_a_worker_that_is_killed_leaves_its_counters(host_library_path, tmp_path
     counted = dict(zip(COUNTERS, left.counters[0].tolist(), strict=True))
     assert counted["steps"] >= alive.total("steps") >= 50
     assert abs(counted["ids"] - 2 * counted["steps"]) <= 2
+
+
+# --- Files of others ------------------------------------------------------------------------
+
+
+def in_time(path: Path) -> str:
+    """What reading the file says, in a process that may take five seconds and little memory."""
+    code = (
+        "import resource, sys\n"
+        "from expert_cache_shim import telemetry\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))\n"
+        "try: telemetry.read_snapshot(sys.argv[1])\n"
+        "except (telemetry.SnapshotError, OSError) as error: print(error)\n"
+        "print(len(telemetry.read_folder(sys.argv[2])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(path.parent)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *lines, count = done.stdout.splitlines()
+    assert count == "1", "the sound file beside it was not read"
+    return "\n".join(lines)
+
+
+def as_a_pipe(path, sound):
+    os.mkfifo(path)
+
+
+def as_a_link(path, sound):
+    path.symlink_to(sound)
+
+
+def as_endless_zeros(path, sound):
+    path.symlink_to("/dev/zero")
+
+
+def as_a_terabyte_of_nothing(path, sound):
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+def as_a_folder(path, sound):
+    path.mkdir()
+
+
+@pytest.mark.parametrize("lay, said", [
+    (as_a_pipe, "not a regular file"),
+    (as_a_link, "symbolic links"),
+    (as_endless_zeros, "symbolic links"),
+    (as_a_terabyte_of_nothing, "larger than"),
+    (as_a_folder, "not a regular file"),
+])  # fmt: skip
+def test_what_is_no_file_of_ours_is_told_and_takes_neither_time_nor_memory(tmp_path, lay, said):
+    path = tmp_path / "1-x.counters"
+    lay(path, written(tmp_path).path)
+    assert said in in_time(path)
+
+
+def test_text_that_would_steer_a_terminal_is_replaced(tmp_path):
+    layers = [described("a\x1b[2Jb\nc"), described("\u202egpj.txt")]
+    snapshot = telemetry.read_snapshot(written(tmp_path, layers, "\x9b31m\x07red").path)
+    mark = "\N{REPLACEMENT CHARACTER}"
+    assert [layer["name"] for layer in snapshot.layers] == [f"a{mark}[2Jb{mark}c", f"{mark}gpj.txt"]
+    assert snapshot.model == f"{mark}31m{mark}red"
+
+
+def test_a_default_folder_of_others_is_not_read(default_folder):
+    default_folder.mkdir(mode=0o700)
+    written(default_folder)
+    assert len(telemetry.read_folder()) == len(telemetry.read_folder(default_folder)) == 1
+    default_folder.chmod(0o777)
+    assert telemetry.read_folder() == telemetry.read_folder(default_folder) == []

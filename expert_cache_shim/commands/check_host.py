@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ..settings import VARIABLES, Settings, SettingsError
+from ..untrusted import own_folder
 from .check import Check, size
 from .machine import cgroup_memory_limit, filesystem_of, locked_memory_limit, memory_total
 
@@ -82,7 +83,7 @@ def check_counters(setting: str | None) -> Check:
     made = _missing_folders(folder)
     try:
         if not setting:
-            telemetry.own_folder(folder)
+            own_folder(folder)
         snapshot = telemetry.SnapshotFile(folder, "doctor", 0, [])
         snapshot.path.unlink()
         kind = filesystem_of(folder)

@@ -61,7 +61,7 @@ from pathlib import Path
 from expert_cache_shim import telemetry
 
 folder = Path(sys.argv[1])
-layers = [{"name": "x" * 100, "record_bytes": 1}] * int(sys.argv[2])
+layers = [{"name": "x" * 100}] * int(sys.argv[2])
 file = telemetry.open_snapshot(str(folder), "model", 0, layers)
 print("none" if file is None else file.size, len(list(folder.iterdir())))
 """
