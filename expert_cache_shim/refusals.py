@@ -20,8 +20,8 @@ from .discovery import (
     layer_tensors,
     reachable_tensors,
 )
-from .layer import copy_method
 from .settings import Settings
+from .view import copy_method
 
 _UVA = "unset VLLM_WEIGHT_OFFLOADING_DISABLE_UVA; under WSL set VLLM_WSL2_ENABLE_PIN_MEMORY=1"
 OFFLOAD = "serve with --cpu-offload-gb N --cpu-offload-params experts"
