@@ -113,6 +113,17 @@ def shim(snapshots: Path, **settings: object) -> dict[str, object]:
     }
 
 
+def offer_plugins(folder: Path, *modules: str) -> str:
+    """Offers modules of this folder to vLLM as general plugins, which run `install()` in every
+    process of an engine where `VLLM_PLUGINS` names them; returns what PYTHONPATH must have."""
+    package = folder / "engine_plugins-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: engine-plugins\nVersion: 1\n")
+    lines = "".join(f"{module} = {module}:install\n" for module in modules)
+    (package / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{lines}")
+    return os.pathsep.join([str(folder), str(RUNNER.parent)])
+
+
 def snapshots_of(folder: Path, model: str) -> list[Snapshot]:
     """The counters that each process left which armed layers of this model."""
     return [snapshot for snapshot in read_folder(folder) if snapshot.model == model]
