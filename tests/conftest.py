@@ -53,8 +53,18 @@ SLOW = (
 )  # fmt: skip
 
 
+# Left out by `make test` and run by `make test-long`: engines that take minutes each.
+LONG = (
+    "engine/test_lifecycle.py", "engine/test_schemes.py", "engine/test_speculative.py",
+    "engine/test_processes.py::test_two_expert_parallel",
+    "engine/test_processes.py::test_wrong_experts_of_a_rank",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = item.path.relative_to(Path(__file__).parent).as_posix()
         if place.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+        if f"{place}::{item.name}".startswith(LONG):
+            item.add_marker(pytest.mark.long)
