@@ -55,7 +55,8 @@ SLOW = (
 
 # Left out by `make test` and run by `make test-long`: engines that take minutes each.
 LONG = (
-    "engine/test_lifecycle.py", "engine/test_schemes.py", "engine/test_speculative.py",
+    "engine/test_lifecycle.py", "engine/test_quantised.py", "engine/test_schemes.py",
+    "engine/test_speculative.py",
     "engine/test_processes.py::test_two_expert_parallel",
     "engine/test_processes.py::test_wrong_experts_of_a_rank",
 )  # fmt: skip
