@@ -48,9 +48,11 @@ def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def manage(kernels: dict[tuple[str, str], Kernel], architecture: str) -> Kernel:
-    return kernels[architecture, "manage"]
+@pytest.fixture(params=["manage", "manage_general"])
+def manage(
+    kernels: dict[tuple[str, str], Kernel], architecture: str, request: pytest.FixtureRequest
+) -> Kernel:
+    return kernels[architecture, request.param]
 
 
 @pytest.fixture

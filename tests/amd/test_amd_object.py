@@ -12,7 +12,9 @@ import pytest
 from code_objects import ARCHITECTURES, LIBRARY, ROOT, extract, output_of, require
 from describe_object import DOCUMENT, table
 
-KERNELS = {f"expert_cache_{name}_kernel" for name in ("manage", "gather", "preload")}
+KERNELS = {
+    f"expert_cache_{name}_kernel" for name in ("manage", "manage_general", "gather", "preload")
+}
 # clang exports a kernel's handle under the kernel's name, and an empty mark of the compilation
 # unit, whatever the visibility.
 EXPORTED_BY_CLANG = KERNELS | {"__hip_cuid_"}

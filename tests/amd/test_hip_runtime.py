@@ -18,8 +18,8 @@ from hip_stand_in import StandIn, in_new_process
 from expert_cache_shim import native
 
 EXPERTS, SLOTS, STREAM = 128, 32, 0x5EA
-MANAGE, GATHER, PRELOAD = (
-    f"expert_cache_{name}_kernel" for name in ("manage", "gather", "preload")
+MANAGE, MANAGE_GENERAL, GATHER, PRELOAD = (
+    f"expert_cache_{name}_kernel" for name in ("manage", "manage_general", "gather", "preload")
 )
 LAUNCH_FAILURE = 719
 
@@ -176,7 +176,8 @@ def test_load_registers_one_bundle_and_every_kernel(stand_in: Path) -> None:
     assert binary["magic"] == 0x48495046 and binary["version"] == 1
     assert binary["bundle"] == "__CLANG_OFFLOAD_BUNDLE__"
     assert {call.function for call in functions} == {"__hipRegisterFunction"}
-    assert sorted(call["name"] for call in functions) == sorted([MANAGE, GATHER, PRELOAD])
+    every = [MANAGE, MANAGE_GENERAL, GATHER, PRELOAD]
+    assert sorted(call["name"] for call in functions) == sorted(every)
 
 
 def test_launches_arrive_as_asked(
