@@ -17,7 +17,7 @@ from dataclasses import dataclass
 PREFIX = "EXPERT_CACHE_"
 POLICIES = ("lrfu", "lru", "lfu", "fifo", "slru")
 STORAGES = ("auto", "virtual", "plain")
-OVERFLOWS = ("auto", "on", "off")
+AUTO_ON_OFF = ("auto", "on", "off")
 METRICS = ("model", "layer", "off")
 DEFAULT_FRACTION = 0.5
 # Workgroups in one gather launch: the smallest limit of a grid dimension that any GPU has.
@@ -237,15 +237,15 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "overflow",
-        _one_of(OVERFLOWS),
-        "one of " + ", ".join(OVERFLOWS),
+        _one_of(AUTO_ON_OFF),
+        "one of " + ", ".join(AUTO_ON_OFF),
         "whether steps with more experts than slots go through overflow rows (on) or are read "
         "from host memory (off)",
     ),
     Variable(
         "preload",
-        _one_of(OVERFLOWS),
-        "one of " + ", ".join(OVERFLOWS),
+        _one_of(AUTO_ON_OFF),
+        "one of " + ", ".join(AUTO_ON_OFF),
         "whether a step that routes to nearly every expert, such as a long prompt, fetches the "
         "next layer's experts while one layer computes; takes overflow rows twice; auto: on a GPU "
         "with room for them",
