@@ -17,13 +17,12 @@ import torch
 
 from . import budget, native, reporting, telemetry, versions, vllm_compat
 from .layer import ArmedLayer, ExpertCache
+from .log import logger
 from .preload import Preloader
 from .recorder import Recorder, record_routing
 from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
 from .settings import Settings, SettingsError
 from .storage import Allocator, Storage, StorageError
-
-logger = logging.getLogger("vllm.expert_cache")
 
 
 @dataclass

@@ -82,5 +82,6 @@ def _report(error):
 def _log(line, error):
     import logging
 
-    logger = logging.getLogger("vllm.expert_cache")
+    from .log import logger
+
     logger.error(line, exc_info=error if logger.isEnabledFor(logging.DEBUG) else None)

@@ -7,7 +7,6 @@ by name is given; what was only a default gives way.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,12 +15,11 @@ import torch
 
 from . import vllm_compat
 from .layout import CONTEXT
+from .log import logger
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .arming import Candidate
-
-logger = logging.getLogger("vllm.expert_cache")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ imports are under way, and one more of them could close a circle.
 
 from __future__ import annotations
 
-import logging
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -16,8 +15,8 @@ from typing import Any
 import wrapt
 
 from . import vllm_compat
+from .log import logger
 
-logger = logging.getLogger("vllm.expert_cache")
 _registered = False
 
 

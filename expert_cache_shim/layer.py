@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 
 from . import compiled, policy, vllm_compat
 from .discovery import ExpertTensors, Locations
+from .log import logger
 from .native import (
     INT32,
     INT64,
@@ -31,7 +31,6 @@ from .view import KernelView
 if TYPE_CHECKING:
     from .telemetry import SnapshotFile
 
-logger = logging.getLogger("vllm.expert_cache")
 
 ROWS, SCRATCH, SKIP = (policy.MODES[name] for name in ("rows", "scratch", "skip"))
 # Hits that are copied to the scratch at the same time, beside the records from the host.

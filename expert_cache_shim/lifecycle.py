@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import wrapt
 
 from . import vllm_compat
+from .log import logger
 
 if TYPE_CHECKING:
     from .arming import Report
 
-logger = logging.getLogger("vllm.expert_cache")
 
 # Model executions after which every armed layer must have been called. More than one: the
 # counters of the last may still be on their way.

@@ -11,7 +11,6 @@ that a query with `sum by (model, rank)` reads both.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -23,12 +22,11 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from . import __version__
+from .log import logger
 from .policy import COUNTERS
 from .processes import Process, lineage
 from .settings import Settings, SettingsError
 from .telemetry import Snapshot, folder_of, read_folder
-
-logger = logging.getLogger("vllm.expert_cache")
 
 PREFIX = "expert_cache_"
 

@@ -8,17 +8,16 @@ the copies do not disturb the layer that computes.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 
+from .log import logger
 from .native import KernelError
 
 if TYPE_CHECKING:
     from .layer import ExpertCache
 
-logger = logging.getLogger("vllm.expert_cache")
 
 # Routing ids for each expert from which on a step counts as one that routes to nearly all: an
 # expert that nobody is routed to has then been fetched for nothing.

@@ -7,7 +7,6 @@ captured into a graph with the step, and nothing waits for them. `trace_ring` ha
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import telemetry
+from .log import logger
 from .mapped_file import MappedFile
 from .processes import lineage
 from .trace_ring import MAGIC, SUFFIX, Layout
@@ -22,8 +22,6 @@ from .trace_ring import MAGIC, SUFFIX, Layout
 if TYPE_CHECKING:
     from .layer import ArmedLayer
     from .storage import Allocator
-
-logger = logging.getLogger("vllm.expert_cache")
 
 
 class Ring:

@@ -14,7 +14,6 @@ vLLM's code is entered a second time, in which it is taken off again.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -24,10 +23,9 @@ import torch
 
 from . import arming, native, vllm_compat
 from .discovery import layer_tensors
+from .log import logger
 from .refusals import Refusal, check_served
 from .settings import Settings, SettingsError
-
-logger = logging.getLogger("vllm.expert_cache")
 
 
 @contextmanager

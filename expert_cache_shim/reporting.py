@@ -6,7 +6,6 @@ a call into the GPU runtime, and no step waits for one.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import weakref
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import vllm_compat
+from .log import logger
 from .refusals import OFFLOAD, RESIDENT, Refusal
 from .telemetry import Snapshot, SnapshotError, SnapshotFile, read_snapshot
 
 if TYPE_CHECKING:
     from .arming import Report
 
-logger = logging.getLogger("vllm.expert_cache")
 
 # --- When a model has loaded ----------------------------------------------------------------
 

@@ -11,7 +11,6 @@ shape, for steps that need more experts than there are slots.
 from __future__ import annotations
 
 import ctypes
-import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ import torch
 
 from .discovery import ExpertTensor, ExpertTensors, records
 from .layout import ALIAS_FROM, aliased_bytes, is_aliased
+from .log import logger
 from .native import HOST_READABLE, Library
 from .native import Tensor as TableEntry
 
 if TYPE_CHECKING:
     from .mapped_file import MappedFile
-
-logger = logging.getLogger("vllm.expert_cache")
 
 
 class StorageError(RuntimeError):

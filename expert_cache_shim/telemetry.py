@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import tempfile
 import time
@@ -21,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from .log import logger
 from .mapped_file import MappedFile, locate
 from .policy import COUNTERS
 from .processes import Process, is_alive, lineage
 from .untrusted import fields, is_own_folder, own_folder, read_file
 
 # vLLM configures handlers for loggers below "vllm" only.
-logger = logging.getLogger("vllm.expert_cache")
 
 _MAGIC = b"XPCACHE1"
 _SUFFIX = ".counters"
