@@ -62,7 +62,7 @@ def content_start(header_length: int) -> int:
     return -(-(16 + header_length) // _PAGE) * _PAGE
 
 
-def locate(data: bytes | mmap.mmap, magic: bytes) -> tuple[bytes, int]:
+def locate(data: bytes, magic: bytes) -> tuple[bytes, int]:
     """The text of the header of such a file, and where its content begins. Raises ValueError if
     it is another kind of file, or not whole."""
     if len(data) < 16 or data[:8] != magic:

@@ -207,15 +207,20 @@ def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:
     """Every readable snapshot of a folder, oldest first; damaged files are left out, and so is
     all of a default folder that is not this user's own."""
     snapshots = []
-    folder = Path(folder or default_folder())
-    if folder == default_folder() and not is_own_folder(folder):
-        return []
-    for path in folder.glob(f"*{_SUFFIX}"):
+    for path in files_of(Path(folder or default_folder()), _SUFFIX):
         try:
             snapshots.append(read_snapshot(path))
         except (SnapshotError, OSError):
             continue
     return sorted(snapshots, key=lambda snapshot: snapshot.started)
+
+
+def files_of(folder: Path, suffix: str) -> list[Path]:
+    """The files of a suffix in a folder that processes leave files in; none of a default folder
+    that is not this user's own."""
+    if folder == default_folder() and not is_own_folder(folder):
+        return []
+    return list(folder.glob(f"*{suffix}"))
 
 
 def make_ready(folder: Path, setting: str | None, suffix: str) -> None:
@@ -233,7 +238,7 @@ def _remove_stale(folder: Path, suffix: str, days: float = 1.0) -> None:
             pid = int(path.name.split("-", 1)[0])
             if path.stat().st_mtime < time.time() - days * 86400 and not _alive(pid):
                 path.unlink()
-        except (OSError, ValueError):
+        except (OSError, ValueError, OverflowError):  # a number that no process can have
             continue
 
 

@@ -15,7 +15,6 @@ A reader that is more than `tokens` behind has lost what was overwritten, and co
 from __future__ import annotations
 
 import json
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,20 @@ from typing import Any
 import numpy as np
 
 from .mapped_file import locate
+from .policy import MAX_EXPERTS
 from .processes import Process, is_alive
-from .trace import NO_EXPERT, Trace, complete
+from .trace import MAX_LAYERS, MAX_TOP_K, NO_EXPERT, Trace, TraceError, complete
+from .untrusted import fields, open_file, read_at
 
 MAGIC = b"XPTRACE1"
 SUFFIX = ".routing"
 RING_BYTES = 32 * 2**20
 MAX_TOKENS = 2**17
+_MOST = 2 * RING_BYTES  # bytes of a ring that is read, its header included
+_FIELDS = {
+    "process": list, "rank": int, "model": str, "started": float, "experts": int,
+    "tokens": int, "layers": int, "top_k": int,
+}  # fmt: skip
 STATE = ("begun", "done", "passes", "resets")
 
 
@@ -80,25 +86,18 @@ class Reader:
     def __init__(self, path: Path) -> None:
         """Raises RingError for another kind of file, OSError if it cannot be read."""
         self.path = path
-        with path.open("rb") as stream:
-            try:
-                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            except ValueError as error:  # empty
-                raise RingError(f"{path}: {error}") from None
+        self._file = open_file(path, _MOST)
+        data = self._file.read()
         try:
-            text, offset = locate(self._map, MAGIC)
-            self.header = json.loads(text)
-            self.layout = layout = _layout(self.header)
-            if offset + layout.length != len(self._map):
-                raise ValueError(f"damaged ({len(self._map)} bytes)")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            text, self._start = locate(data, MAGIC)
+            self.header = _header(json.loads(text))
+            self.layout = layout = Layout(*(self.header[n] for n in ("tokens", "layers", "top_k")))
+            if self._start + layout.length != len(data):
+                raise ValueError(f"damaged ({len(data)} bytes)")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise RingError(f"{path}: no recent routing: {error}") from None
-        array = np.frombuffer(self._map, np.uint8, offset=offset)
-        self._state = array[: layout.passes_at].view("<i8")
-        self._passes = array[layout.passes_at : layout.ids_at].view("<i8")
-        self._ids = array[layout.ids_at :].view("<i2").reshape(-1, layout.layers, layout.top_k)
-        self._resets = int(self._state[3])
-        self._next = max(0, int(self._state[1]) - layout.tokens)
+        _, done, _, self._resets = self._state()
+        self._next = max(0, done - layout.tokens)
 
     @property
     def model(self) -> str:
@@ -106,45 +105,79 @@ class Reader:
 
     @property
     def pid(self) -> int:
-        return self.header["process"][0]
+        return self.header["process"].pid
 
     def is_alive(self) -> bool:
         """Whether the worker still runs; one in another pid namespace does not seem to."""
-        return is_alive(Process(*self.header["process"]))
+        return is_alive(self.header["process"])
 
     def read(self) -> Rows:
-        """The tokens that are whole and were not read yet."""
-        resets, done = int(self._state[3]), int(self._state[1])
+        """The tokens that are whole and were not read yet. Raises OSError for a file that was cut
+        off meanwhile."""
+        _, done, _, resets = self._state()
         reset = resets != self._resets
         if reset:
             self._resets, self._next = resets, 0
         first = max(self._next, done - self.layout.tokens)
-        rows = np.arange(first, done) % self.layout.tokens
-        passes, ids = self._passes[rows], self._ids[rows]
+        passes, ids = self._rows(first, max(first, done))
         # What the device began to overwrite meanwhile is no good.
-        good = min(max(first, int(self._state[0]) - self.layout.tokens), done)
-        if done <= self._next or resets != int(self._state[3]):
+        begun, _, _, resets = self._state()
+        good = min(max(first, begun - self.layout.tokens), done)
+        if done <= self._next or resets != self._resets:
             return Rows(passes[:0], ids[:0], reset=reset)
         lost, self._next = good - self._next, done
         return Rows(passes[good - first :], ids[good - first :], lost, reset)
 
+    def _state(self) -> list[int]:
+        return self._numbers("<i8", 0, len(STATE)).tolist()
 
-def _layout(header: dict[str, Any]) -> Layout:
-    """Raises KeyError or ValueError for a header that no writer made."""
-    sizes = [header[name] for name in ("tokens", "layers", "top_k")]
-    numbers = [*sizes, header["experts"], header["rank"], *header["process"], header["started"]]
-    if not all(type(n) in (int, float) and n >= 0 for n in numbers) or min(sizes) < 1:
-        raise ValueError(f"damaged (sizes {sizes})")
-    if len(header["process"]) != 2 or not isinstance(header["model"], str):
-        raise ValueError("damaged (no writer)")
-    return Layout(*map(int, sizes))
+    def _rows(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Passes and ids of tokens `first` to `end`, at most as many as there are rows."""
+        layout = self.layout
+        shape = (-1, layout.layers, layout.top_k)
+        passes, ids = [], []
+        while True:
+            row = first % layout.tokens
+            count = min(end - first, layout.tokens - row)
+            passes.append(self._numbers("<i8", layout.passes_at + 8 * row, count))
+            of_token = layout.layers * layout.top_k
+            at = layout.ids_at + 2 * of_token * row
+            ids.append(self._numbers("<i2", at, count * of_token).reshape(shape))
+            first += count
+            if first == end:
+                return np.concatenate(passes), np.concatenate(ids)
+
+    def _numbers(self, dtype: str, at: int, count: int) -> np.ndarray:
+        length = count * np.dtype(dtype).itemsize
+        return np.frombuffer(read_at(self._file, self._start + at, length), dtype)
+
+
+def _header(header: Any) -> dict[str, Any]:
+    """Raises ValueError and the like for a header that no writer made."""
+    known = fields(header, _FIELDS)
+    limits = (("tokens", MAX_TOKENS), ("layers", MAX_LAYERS), ("top_k", MAX_TOP_K))
+    for name, most in (*limits, ("experts", MAX_EXPERTS)):
+        if not 1 <= known[name] <= most:
+            raise ValueError(f"{name} is {known[name]}")
+    known["process"] = Process(*known["process"])
+    expert_map = header.get("expert_map")
+    rows = range(-1, known["experts"])
+    if expert_map is not None and not (
+        type(expert_map) is list and all(type(row) is int and row in rows for row in expert_map)
+    ):
+        raise ValueError("expert_map is no list of the rank's experts")
+    if not all(type(number) is int for number in known["process"]):
+        raise ValueError("no writer")
+    return {**known, "expert_map": expert_map}
 
 
 def to_trace(header: dict[str, Any], taken: list[Rows]) -> Trace:
     """One trace of what a reader took. Under expert parallelism the ids are those of the rank's
-    own experts, as its caches number them."""
+    own experts, as its caches number them. Raises TraceError for what no model ran."""
     ids = np.concatenate([rows.ids for rows in taken])
     passes = np.concatenate([rows.passes for rows in taken])
+    if (passes[1:] < passes[:-1]).any():
+        raise TraceError("passes are not in their order")
     expert_map = header.get("expert_map")
     if expert_map is not None:
         known = np.append(np.array(expert_map, np.int64), -1)  # the last for ids that are none

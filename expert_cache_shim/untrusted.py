@@ -7,23 +7,38 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+
+def open_file(path: str | os.PathLike, most: int) -> BinaryIO:
+    """A regular file of at most `most` bytes, to be read. A link at the end of the path is not
+    followed, and nothing is waited for: a pipe or a device is refused. Raises OSError."""
+
+    def opened(path: str, flags: int) -> int:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(handle)
+        if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+            return handle
+        os.close(handle)
+        if stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EFBIG, f"larger than {most} bytes", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+
+    return open(path, "rb", opener=opened)
 
 
 def read_file(path: str | os.PathLike, most: int) -> bytes:
-    """A regular file's content, at most `most` bytes. A link at the end of the path is not
-    followed, and nothing is waited for: a pipe or a device is refused. Raises OSError."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    handle = os.open(path, flags)
-    try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        with open(handle, "rb", closefd=False) as stream:
-            data = stream.read(most + 1)
-    finally:
-        os.close(handle)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"larger than {most} bytes", str(path))
+    """The content of such a file. Raises OSError."""
+    with open_file(path, most) as stream:
+        return read_at(stream, 0, min(most, os.fstat(stream.fileno()).st_size))
+
+
+def read_at(stream: BinaryIO, start: int, length: int) -> bytes:
+    """So many bytes of a file. Not by mapping it: a page that was cut off meanwhile would end the
+    process. Raises OSError where they are not there."""
+    data = os.pread(stream.fileno(), length, start)
+    if len(data) != length:
+        raise OSError(errno.EIO, "cut off while it was read", stream.name)
     return data
 
 

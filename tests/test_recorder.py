@@ -210,14 +210,3 @@ def test_another_file_is_refused(tmp_path, damage):
     path.write_bytes(damage)
     with pytest.raises(RingError):
         Reader(path)
-
-
-@pytest.mark.parametrize("field, value", [
-    ("tokens", 0), ("tokens", 2**40), ("top_k", "2"), ("process", [1]), ("process", None),
-    ("model", 3), ("rank", None), ("layers", 2),
-])  # fmt: skip
-def test_a_header_that_no_writer_made_is_refused(tmp_path, field, value):
-    layout = Layout(TOKENS, LAYERS, TOP_K)
-    file = MappedFile(tmp_path, SUFFIX, MAGIC, {**HEADER, field: value}, layout.length)
-    with pytest.raises(RingError):
-        Reader(file.path)

@@ -117,6 +117,15 @@ def read(name: str) -> Trace:
         raise CommandError(f"{name}: {error.strerror}") from None
 
 
+def save(trace: Trace, path: Path) -> None:
+    from .. import trace as files
+
+    try:
+        files.save(trace, path)
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}") from None
+
+
 def prepared(trace: Trace, steps: int, control: str | None) -> Trace:
     """The trace that is to be counted."""
     from ..trace_control import CONTROLS

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from . import CommandError, Option
-from .trace import need, split, writable
+from .trace import need, save, split, writable
 
 Output = Annotated[str, Option("OUTPUT", "The trace file to write.")]
 
@@ -33,7 +33,7 @@ def import_(
 ) -> int:
     """Make a trace of the routed experts that vLLM returns with its outputs."""
     need("numpy")
-    writable(output)
+    path = writable(output)
     from .. import trace, trace_import
 
     meta = {key: value for key, value in (("num_experts", experts), ("model", model)) if value}
@@ -45,7 +45,7 @@ def import_(
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"{error.filename}: {error.strerror}") from None
-    trace.save(joined, output)
+    save(joined, path)
     print(f"wrote {output}: {len(joined.ids):,} tokens of {len(found):,} requests")
     return 0
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 from . import CommandError, Option
-from .trace import need, writable
+from .trace import need, save, writable
 from .trace_import import Output
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def record(
         found = trace_ring.to_trace(ring.header, taken)
     except trace.TraceError as error:
         raise CommandError(f"{ring.path}: damaged: {error}") from None
-    trace.save(found, path)
+    save(found, path)
     lost = found.meta["lost_tokens"]
     print(f"wrote {output}: {count:,} tokens in {found.steps:,} forward passes")
     if lost:
@@ -69,13 +70,13 @@ def record(
 
 def _ring(folder: str | None, pid: int) -> Reader:
     """The ring of the worker that is meant: of those that run, or else of the last that did."""
-    from ..telemetry import folder_of
+    from ..telemetry import files_of, folder_of
     from ..trace_ring import SUFFIX, Reader, RingError
 
     setting = folder or os.environ.get("EXPERT_CACHE_TRACE", "").strip()
     place = folder_of(None if setting.lower() in ("", "on", "off") else setting)
     rings = []
-    for path in place.glob(f"*{SUFFIX}"):
+    for path in files_of(place, SUFFIX):
         try:
             rings.append(Reader(path))
         except (RingError, OSError):
@@ -97,10 +98,16 @@ def _ring(folder: str | None, pid: int) -> Reader:
 
 
 def _follow(ring: Reader, seconds: float, tokens: float) -> list[Rows]:
-    """What the ring holds and what comes, with a counter on the terminal."""
+    """What the ring holds and what comes, with a counter on the terminal; no more than a trace
+    may have."""
     from rich.console import Console
     from rich.status import Status
 
+    from ..trace import MAX_BYTES
+
+    layout = ring.layout
+    most = MAX_BYTES // (2 * layout.layers * layout.top_k) - layout.tokens
+    tokens = min(tokens, max(1, most))
     taken: list[Rows] = []
     begin = time.monotonic()
 
@@ -119,7 +126,11 @@ def _follow(ring: Reader, seconds: float, tokens: float) -> list[Rows]:
 def _step(ring: Reader, take: Callable[[], int], status, deadline: float, tokens: float) -> bool:
     """One look; whether it was the last."""
     alive = ring.is_alive()
-    count = take()
+    try:
+        count = take()
+    except OSError as error:
+        print(f"{ring.path}: {error.strerror}; what was recorded before is kept", file=sys.stderr)
+        return True
     status.update(f"{ring.model}: {count:,} tokens; Ctrl-C ends")
     if not alive or count >= tokens or time.monotonic() >= deadline:
         return True
