@@ -91,11 +91,8 @@ class ExpertCache:
         self.reset_counters()
 
     @property
-    def row_of(self) -> torch.Tensor | None:
-        """int32 [E], the row of every routed expert after `run`; None where ids are not those of
-        experts."""
-        if self._maps is not None:
-            return None
+    def row_of(self) -> torch.Tensor:
+        """int32 [E], the row of every routed expert after `run`."""
         return self.state[STATE_HEADER : STATE_HEADER + self.experts]
 
     def forget(self) -> None:

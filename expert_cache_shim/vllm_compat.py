@@ -12,19 +12,22 @@ What is rebound, and when that can go:
 | `model_loader.utils.process_weights_after_loading` and every module that imported it by name | the one call after which all weights and kernels of a model are final | wrapped; the original runs first | vLLM has a post-load plugin hook |
 | `model_loader.utils.device_loading_context` | 0.33 leaves repacked experts in device memory | replaced while the function above runs | 0.33 is no longer served, or was mended |
 | `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
-| `moe_align_block_size` in the module of `MarlinExperts` | Marlin rounds by the order of experts in its result | replaced while a step of an armed layer runs, put back after it | Marlin's sums do not depend on that order |
+| `moe_align_block_size` in the module of `MarlinExperts` | Marlin rounds by the order of experts in its result | replaced while a step of an armed layer runs, for its thread | Marlin's sums do not depend on that order |
+| `get_config` of `layers.fused_moe` | a kernel on fewer rows would look up another tuned configuration | the same, with plain storage | plain storage is no longer needed |
 | `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
 | `Worker.reload_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
 | `Worker.update_weights` | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
 | `load_weights` of the class of an armed model | the same, past the worker | wrapped; the cache is emptied before the next execution | same |
-| `Worker.execute_model` | the line above; and a cache that is armed and never called must be reported | wrapped | same |
+| `Worker.execute_model` | the line above; what is fetched ahead must end before a graph is replayed; and a cache that is armed and never called must be reported | wrapped | same |
 | `prometheus_client`'s REGISTRY and `MultiProcessCollector.__init__`, when `v1.metrics.prometheus` is imported | the counters belong on vLLM's own `/metrics` | a collector is registered with the one, and with each registry that the other is | vLLM asks plugins for collectors |
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -260,7 +263,8 @@ def keep_order(experts: Any, row_of: torch.Tensor) -> bool:
     row_of: int32 [E] on the device, where manage keeps the row of every routed expert.
 
     The kernel's module imports `moe_align_block_size` by name, and its second result is the expert
-    whose weights each block of sorted tokens reads, or -1 (0.21-0.33).
+    of this rank whose weights each block of sorted tokens reads, or -1; under expert parallelism it
+    looks ids up in the map before it sorts (0.21-0.33).
     """
     module = sys.modules.get(type(experts).__module__)
     if type(experts).__name__ != "MarlinExperts" or not hasattr(module, "moe_align_block_size"):
@@ -269,22 +273,42 @@ def keep_order(experts: Any, row_of: torch.Tensor) -> bool:
         return False
     original, last = experts.apply, len(row_of) - 1
 
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        align = module.moe_align_block_size
-
-        def align_then_look_up(*args: Any, **kwargs: Any) -> Any:
+    def sort_then_look_up(align: Any) -> Any:
+        def aligned(*args: Any, **kwargs: Any) -> Any:
             tokens, blocks, count = align(*args, **kwargs)
             rows = row_of[blocks.clamp(0, last).long()]
             return tokens, rows.where((blocks >= 0) & (blocks <= last), blocks), count
 
-        module.moe_align_block_size = align_then_look_up
-        try:
+        return aligned
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        with _replaced(module, "moe_align_block_size", sort_then_look_up):
             return original(*args, **kwargs)
-        finally:
-            module.moe_align_block_size = align
 
     vars(experts)["apply"] = apply
     return True
+
+
+_replacing = threading.RLock()
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    """While a step of ours runs, gives its thread another function of a module of vLLM's: what
+    `replacement` makes of it. Other engines of the process may run in threads of their own."""
+    with _replacing:  # or the one that began later would put the other's back
+        original, ours = getattr(module, name), threading.get_ident()
+        other = replacement(original)
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            function = other if threading.get_ident() == ours else original
+            return function(*args, **kwargs)
+
+        setattr(module, name, choose)
+        try:
+            yield
+        finally:
+            setattr(module, name, original)
 
 
 def moe_kernel(method: Any) -> Any:
@@ -323,8 +347,9 @@ def needs_tuned_config(experts: Any) -> bool:
 
 
 def _tuned_config_lookup() -> tuple[Any, Any]:
-    """The package that holds an overriding configuration, and the function that looks one up:
-    `fused_moe._config` and `fused_moe.fused_moe.try_get_optimal_moe_config` (0.21-0.33)."""
+    """The package whose `get_config` gives an overriding configuration, and the function that asks
+    it and else looks one up: `fused_moe.fused_moe.try_get_optimal_moe_config` (0.21-0.33), which
+    imports `get_config` when it is called."""
     package = _imported("vllm.model_executor.layers.fused_moe")
     functions = _imported("vllm.model_executor.layers.fused_moe.fused_moe")
     return package, getattr(functions, "try_get_optimal_moe_config", None)
@@ -334,7 +359,7 @@ def can_keep_tuned_config(experts: Any) -> bool:
     package, lookup = _tuned_config_lookup()
     names = inspect.signature(experts.apply).parameters
     wanted = {"hidden_states", "w1", "w2", "topk_ids"}
-    return hasattr(package, "_config") and lookup is not None and wanted <= names.keys()
+    return hasattr(package, "get_config") and lookup is not None and wanted <= names.keys()
 
 
 def keep_tuned_config(experts: Any, count: int) -> None:
@@ -345,19 +370,17 @@ def keep_tuned_config(experts: Any, count: int) -> None:
     signature = inspect.signature(original)
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        before = package._config
-        if before is None:
-            step = signature.bind(*args, **kwargs).arguments
-            package._config = lookup(
-                (count, *step["w1"].shape[1:]), (count, *step["w2"].shape[1:]),
-                step["topk_ids"].shape[1],
-                experts.quant_config.config_name(step["hidden_states"].dtype),
-                step["hidden_states"].shape[0], block_shape=experts.block_shape,
-            )  # fmt: skip
-        try:
+        if package.get_config():
             return original(*args, **kwargs)
-        finally:
-            package._config = before
+        step = signature.bind(*args, **kwargs).arguments
+        config = lookup(
+            (count, *step["w1"].shape[1:]), (count, *step["w2"].shape[1:]),
+            step["topk_ids"].shape[1],
+            experts.quant_config.config_name(step["hidden_states"].dtype),
+            step["hidden_states"].shape[0], block_shape=experts.block_shape,
+        )  # fmt: skip
+        with _replaced(package, "get_config", lambda original: lambda: config):
+            return original(*args, **kwargs)
 
     vars(experts)["apply"] = apply
 

@@ -119,7 +119,7 @@ def test_control_another_tuned_configuration_changes_the_output(pair, monkeypatc
     uncached, cached, _ = pair(storage="plain")
     inputs = step(uncached)
     expected = call(uncached, *inputs)
-    monkeypatch.setattr(tuning.package, "_config", {"BLOCK_SIZE_K": 16})
+    monkeypatch.setattr(tuning.package, "get_config", lambda: {"BLOCK_SIZE_K": 16})
     assert not torch.equal(call(cached, *inputs), expected)
 
 
@@ -129,7 +129,7 @@ def test_the_tuned_configuration_is_forced_only_while_the_kernel_runs(pair, fail
 
     class Noting(kernels.TritonExperts):
         def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
-            seen.append(tuning.package._config)
+            seen.append(tuning.package.get_config())
             if fails:
                 raise RuntimeError("out of memory")
             return super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
@@ -144,16 +144,16 @@ def test_the_tuned_configuration_is_forced_only_while_the_kernel_runs(pair, fail
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         call(cached, *step(cached))
     assert seen == [{"BLOCK_SIZE_K": 32}]
-    assert tuning.package._config is None
+    assert tuning.package.get_config() is None
 
 
 def test_an_override_of_the_tuned_configuration_is_respected_and_left(pair, monkeypatch):
     override = {"BLOCK_SIZE_K": 8}
-    monkeypatch.setattr(tuning.package, "_config", override)
+    monkeypatch.setattr(tuning.package, "get_config", lambda: override)
     uncached, cached, _ = pair(storage="plain")
     inputs = step(uncached)
     assert torch.equal(call(cached, *inputs), call(uncached, *inputs))
-    assert tuning.package._config is override
+    assert tuning.package.get_config() is override
 
 
 @pytest.mark.parametrize("method", [methods.Fp8TensorMoEMethod, methods.MarlinMoEMethod])

@@ -9,10 +9,10 @@ from . import kernels, methods
 
 
 def moe_align_block_size(topk_ids, block_size, num_experts, expert_map, ignore_invalid_experts):
-    """Positions in `topk_ids` sorted by id, for each the expert it reads, and their number. What
-    is no expert comes last and reads none."""
-    assert ignore_invalid_experts and expert_map is None and block_size == 1
-    ids = topk_ids.reshape(-1)
+    """Positions in `topk_ids` sorted by expert, for each the expert it reads, and their number.
+    What is no expert comes last and reads none. An id names the expert that the map has for it."""
+    assert ignore_invalid_experts and block_size == 1
+    ids = kernels.rows_of(topk_ids.reshape(-1), expert_map)
     known = (ids >= 0) & (ids < num_experts)
     order = torch.where(known, ids, num_experts).argsort(stable=True)
     experts = torch.where(known, ids, -1)[order].to(torch.int32)
