@@ -20,7 +20,15 @@ from .layer import ArmedLayer, ExpertCache
 from .log import logger
 from .preload import Preloader
 from .recorder import Recorder, record_routing
-from .refusals import Candidate, Refusal, check_on_host, check_plain, discover, inspect
+from .refusals import (
+    Candidate,
+    Refusal,
+    check_compiled,
+    check_on_host,
+    check_plain,
+    discover,
+    inspect,
+)
 from .settings import Settings, SettingsError
 from .storage import Allocator, Storage, StorageError
 
@@ -248,6 +256,7 @@ def _arm_candidates(
             armed.snapshot = report.snapshot  # stays registered for as long as a kernel stores
             armed.install()
             armed_now.append(armed)
+            check_compiled(report.model, candidate.name, kind)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
     report.armed += armed_now
@@ -319,11 +328,6 @@ def _build(
             f"{slots} slots hold all of its {candidate.experts} experts, so there is nothing to "
             "replace",
             "lower EXPERT_CACHE_SLOTS, or do not offload the experts",
-        )
-    if kind == "plain" and vllm_compat.compiles_on_cpu():
-        raise Refusal(
-            "a graph that is compiled on a CPU cannot choose between slots and scratch",
-            "use EXPERT_CACHE_STORAGE=virtual, or serve with --enforce-eager",
         )
     if kind == "virtual":
         return candidate, allocator.virtual(candidate.tensors, slots, region), slots

@@ -8,6 +8,7 @@ operation, so a compiled model gives the same result with and without the cache.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,20 @@ _caches: weakref.WeakValueDictionary[str, ExpertCache] = weakref.WeakValueDictio
 def register(model: str, layer: str, cache: ExpertCache) -> str:
     """Registers a cache for `rows`. A graph refers to it by the key returned, which is the same
     in every process: a compiled graph may be read from disk by another one."""
-    key = f"{model}/{layer}"
+    key = _key(model, layer)
     _caches[key] = cache
     return key
+
+
+def is_taken(model: str, layer: str) -> bool:
+    """Whether a model of this name serves in this process: a graph would find the wrong cache."""
+    if _key(model, layer) in _caches:
+        gc.collect()  # that model may have been dropped
+    return _key(model, layer) in _caches
+
+
+def _key(model: str, layer: str) -> str:
+    return f"{model}/{layer}"
 
 
 @torch.library.custom_op("expert_cache::rows", mutates_args=())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import native, policy, vllm_compat
+from . import compiled, native, policy, vllm_compat
 from .discovery import (
     ExpertTensors,
     NotExpertMajor,
@@ -252,6 +252,23 @@ def check_on_host(candidate: Candidate, library: native.Library) -> None:
 
 
 def check_plain(method: Any) -> None:
+def check_compiled(model: str, layer: str, storage: str) -> None:
+    """What a graph could not do that torch.compile makes of a layer on a CPU. Raises Refusal."""
+    if not vllm_compat.compiles_on_cpu():
+        return
+    if storage == "plain":
+        raise Refusal(
+            "a graph that is compiled on a CPU cannot choose between slots and scratch",
+            "use EXPERT_CACHE_STORAGE=virtual, or serve with --enforce-eager",
+        )
+    if compiled.is_taken(model, layer):
+        raise Refusal(
+            "a graph that is compiled on a CPU finds its cache by the model's name, and another "
+            "engine of this process serves that model",
+            "serve with --enforce-eager, or in a process of its own",
+        )
+
+
     experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
     remedy = "use EXPERT_CACHE_STORAGE=virtual or auto"
     if type(experts).__name__ not in vllm_compat.TAKE_FEWER_EXPERTS:

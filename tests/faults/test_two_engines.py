@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from synthetic import methods
+from synthetic import Model, methods
 from synthetic.checks import assert_same, model_of, outputs
 
-from expert_cache_shim import lifecycle
+from expert_cache_shim import arming, lifecycle, vllm_compat
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -108,3 +108,32 @@ def test_engines_that_serve_at_the_same_time(engines):
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def compiled_engine(arm) -> tuple[Model, arming.Report]:
+    model = model_of()
+    return model, arm(model)
+
+
+def test_one_graph_of_two_engines_would_find_the_cache_of_the_later(arm, monkeypatch):
+    """Both are of one name, and what is compiled refers to a cache by name."""
+    first = compiled_engine(arm)
+    monkeypatch.setattr(vllm_compat, "compiles_on_cpu", lambda: True)
+    second = compiled_engine(arm)
+    assert second[1].armed == []
+    reason = str(second[1].refused[0][1])
+    assert "finds its cache by the model's name" in reason and "--enforce-eager" in reason
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for model, _ in (first, second):
+        assert_same(outputs(model), outputs(model_of()))
+    del first, model
+    third = compiled_engine(arm)
+    assert len(third[1].armed) == 2
+    assert_same(outputs(third[0]), outputs(model_of()))
+
+
+def test_control_with_the_later_ones_cache_the_output_would_be_wrong(arm, monkeypatch):
+    first, _ = compiled_engine(arm), compiled_engine(arm)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(AssertionError):
+        assert_same(outputs(first[0]), outputs(model_of()))
