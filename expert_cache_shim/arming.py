@@ -48,6 +48,12 @@ class Report:
 
     def steps(self) -> int:
         """Layer-steps that reached the cache, idle and read-through ones included."""
+    def end_preloads(self) -> None:
+        """After this no layer's experts are on their way to overflow rows."""
+        for preloader in {layer.preloader for layer in (*self.armed, *self.retired)}:
+            if preloader is not None:
+                preloader.end()
+
         return sum(layer.cache.calls() for layer in self.armed)
 
 
@@ -124,6 +130,7 @@ def refresh(reports: list[Report]) -> None:
         layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
         before, report.armed, known = report.armed, [], len(report.refused)
         moved = _rebind_armed(layers, report)
+        report.end_preloads()
         report.refused += [(name, _MOVED) for name, _ in moved]
         report.retired += [armed for armed in before if armed not in report.armed]
         reporting.log_given_back(report.model, report.refused[known:])

@@ -193,7 +193,7 @@ class ArmedLayer:
         self.cache = cache
         self.installed = False
         self.snapshot: SnapshotFile | None = None
-        self._preloader: Preloader | None = None
+        self.preloader: Preloader | None = None
         self._following: ArmedLayer | None = None
         self.record_bytes = tensors.record_bytes
         self.top_k = vllm_compat.top_k(layer)
@@ -239,7 +239,7 @@ class ArmedLayer:
     def preload_with(self, preloader: Preloader, following: ArmedLayer | None) -> None:
         """From now on fetches the experts of `following`, the layer that runs next and whose
         overflow rows are other memory, while this one computes."""
-        self._preloader, self._following = preloader, following
+        self.preloader, self._following = preloader, following
 
     @property
     def preloads(self) -> bool:
@@ -261,7 +261,7 @@ class ArmedLayer:
         ids = kwargs["topk_ids"]
         if torch.compiler.is_compiling():
             return self._apply_traced(ids, kwargs)
-        preloaded = self._preloader is not None and self._preloader.finish(self.cache)
+        preloaded = self.preloader is not None and self.preloader.finish(self.cache)
         if self._locations.changed():
             return self._give_up("its tensors were replaced while serving", kwargs)
         mode = self.cache.mode(ids)
@@ -277,7 +277,7 @@ class ArmedLayer:
         if mode == SKIP:
             return self._original(**kwargs)
         if self._following is not None and self._following.installed:
-            self._preloader.start(self._following.cache, ids)
+            self.preloader.start(self._following.cache, ids)
         view = self._views[mode]
         kwargs["topk_ids"] = ids if view.takes_experts else rows
         return view.apply(**{**kwargs, "layer": view.layer})

@@ -106,9 +106,22 @@ _executions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  
 def _around_execution(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
     if _given_weights:
         _guarded(_forget_given)
-    result = wrapped(*args, **kwargs)
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        _guarded(lambda: _end_preloads(instance))
     _guarded(lambda: _count_execution(instance))
     return result
+
+
+def _end_preloads(worker: Any) -> None:
+    """A pass may end before the layer that was fetched for: by an error, or because vLLM does not
+    run that layer then. Another engine of the process may be in the middle of its own."""
+    from . import arming
+
+    report = arming.report_of(vllm_compat.model_of(worker))
+    if report is not None:
+        report.end_preloads()
 
 
 def _count_execution(worker: Any) -> None:
@@ -147,6 +160,7 @@ def _reports(worker: Any) -> list[Report]:
 
 def _forget(worker: Any) -> None:
     for report in _reports(worker):
+        _guarded(report.end_preloads)
         for layer in report.armed:
             _guarded(layer.cache.forget)
         for recorder in report.recorders:

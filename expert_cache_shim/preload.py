@@ -65,7 +65,7 @@ class Preloader:
         finally:
             self._done.record(self._stream)
 
-    def finish(self, cache: ExpertCache) -> bool:
+    def finish(self, cache: ExpertCache | None) -> bool:
         """Whether the overflow rows hold this layer's experts, for a step that is enqueued now.
 
         Whatever is under way ends before that step: a layer that was not called after all may
@@ -79,6 +79,11 @@ class Preloader:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).wait_event(self._done)
         return pending is cache
+
+    def end(self) -> None:
+        """What is enqueued from now on finds nothing under way: a graph that is replayed waits
+        for nothing, and a layer that was preloaded may have been overtaken by it."""
+        self.finish(None)
 
     def _is_captured(self) -> bool:
         """A graph would repeat this for every batch of its size, and wait for an event of now."""

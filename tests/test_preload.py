@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from synthetic import Model, RoutedExperts, call, load, methods, routing
 
 from expert_cache_shim import layer as layer_module
+from expert_cache_shim import lifecycle
 from expert_cache_shim.native import KernelError
 from expert_cache_shim.preload import IDS_PER_EXPERT
 
@@ -31,7 +34,13 @@ def preloads(monkeypatch):
 
 
 @pytest.fixture
-def models(arm, settings):
+def kept():
+    """The armed models: a report lives as long as its model."""
+    return []
+
+
+@pytest.fixture
+def models(arm, settings, kept):
     """Two equal models, and the caches of the second one's layers."""
 
     def make(preload="on", slots=SLOTS, **options):
@@ -47,6 +56,7 @@ def models(arm, settings):
             )
             for _ in range(2)
         )
+        kept.append(cached)
         report = arm(cached)
         assert [str(refusal) for _, refusal in report.refused] == []
         return uncached.routed, cached.routed, report.armed
@@ -123,6 +133,74 @@ def test_a_model_that_stops_half_way_may_start_again(models):
     for inputs in inputs_of(uncached, [WIDE, WIDE, 2, WIDE]):
         assert_equal_pass(uncached, cached, inputs, but=(2, 3))
         assert_equal_pass(uncached, cached, inputs)
+
+
+class Worker:
+    """vLLM's, as far as its executions are wrapped."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def get_model(self):
+        return self.model
+
+    def execute_model(self, step):
+        step()
+
+
+def replay(armed, inputs):
+    """What a captured graph does to the layers: no Python of ours runs."""
+    for layer in armed:
+        layer.cache.run(inputs[2], layer_module.ROWS)
+
+
+def differing_after_replays(models, kept, worker) -> int:
+    """Executions of which some layer's output differs: eager ones of a model whose second layer
+    runs first, so that it is fetched for at the end, and replays between."""
+    uncached, cached, armed = models()
+    order = [1, 2, 3, 0]
+    worker, differing = worker(kept[-1]), []
+
+    def step(inputs):
+        outs = [(call(cached[n], *inputs), call(uncached[n], *inputs)) for n in order]
+        differing.append(not all(torch.equal(one, other) for one, other in outs))
+
+    for wide, narrow in zip(inputs_of(uncached, [WIDE] * 6), inputs_of(uncached, [4] * 6)):
+        worker.execute_model(partial(step, wide))
+        replay([armed[n] for n in order], narrow)
+    return sum(differing)
+
+
+def watched_worker() -> type:
+    worker = type("Worker", (Worker,), {"execute_model": Worker.execute_model})
+    lifecycle.watch(worker)
+    return worker
+
+
+def test_nothing_is_under_way_when_an_execution_ends(models, kept, preloads):
+    assert differing_after_replays(models, kept, watched_worker()) == 0
+    assert preloads
+
+
+def test_control_what_is_left_under_way_is_overtaken_by_a_graph(models, kept):
+    assert differing_after_replays(models, kept, Worker) > 0
+
+
+def test_nothing_is_under_way_after_an_execution_that_fails(models, kept, monkeypatch):
+    _, cached, armed = models()
+    worker = watched_worker()(kept[-1])
+
+    def step():
+        for layer in cached:
+            call(layer, *wide)
+
+    (wide,) = inputs_of(cached, [WIDE])
+    worker.execute_model(step)
+    view = armed[1]._views[layer_module.ROWS]
+    monkeypatch.setattr(view, "apply", lambda **kwargs: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.execute_model(step)
+    assert not armed[2].preloader.finish(armed[2].cache)
 
 
 def test_narrow_steps_fetch_nothing_ahead(models, preloads):
