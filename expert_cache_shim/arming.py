@@ -83,9 +83,11 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
         report.model = vllm_compat.model_name(model_config)
         _reports.pop(model, None)  # or the slots of a first loading would stay while a second arms
         layers = list(vllm_compat.moe_layers(model))
-        if layers:
-            _arm(_rebind_armed(layers, report), model_config, report)
-            reporting.log_report(report)
+        # What is made in inference mode cannot be written to outside of it.
+        with torch.inference_mode(False):
+            if layers:
+                _arm(_rebind_armed(layers, report), model_config, report)
+                reporting.log_report(report)
     except Exception:
         logger.exception(
             "expert cache: unexpected error while arming %s; layers not armed so far serve on "

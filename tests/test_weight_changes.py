@@ -72,6 +72,37 @@ def test_weights_that_are_written_by_hand_are_used_after_saying_so(arm):
     assert_same(outputs(model), outputs(fresh))
 
 
+def test_weights_that_pytorch_loads_are_used_after_saying_so(arm):
+    """`load_state_dict` is PyTorch's, not the model's own method."""
+    model, fresh = (model_of(methods.Int8ChannelMoEMethod) for _ in range(2))
+    arm(model)
+    outputs(model)
+    other = {name: value.neg() for name, value in model.state_dict().items()}
+    for one in (model, fresh):
+        one.load_state_dict(other)
+    lifecycle.weights_changed()
+    assert_same(outputs(model), outputs(fresh))
+
+
+@pytest.mark.parametrize("armed_in", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("changed_in", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_it_does_not_matter_in_which_mode_a_model_is_armed(arm, caplog, armed_in, changed_in):
+    """What is made in inference mode cannot be written to outside of it."""
+    model, fresh = (model_of(methods.Int8ChannelMoEMethod) for _ in range(2))
+    with armed_in():
+        report = arm(model)
+    outputs(model)
+    with changed_in():
+        negate(model, fresh)
+        lifecycle.weights_changed()
+    assert_same(outputs(model), outputs(fresh))
+    wipe(report)
+    with changed_in():
+        changing_worker(lambda: None).wake_up()
+    assert_same(outputs(model), outputs(fresh))
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_fails_half_way_is_the_workers_error_and_leaves_no_slot_stale(arm, name):
     models = [model_of(methods.Int8ChannelMoEMethod) for _ in range(2)]
