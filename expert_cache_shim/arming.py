@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from . import budget, native, reporting, telemetry, versions, vllm_compat
+from .entry import Entry
 from .layer import ArmedLayer, ExpertCache
 from .log import logger
 from .preload import Preloader
@@ -46,14 +48,14 @@ class Report:
     snapshot: telemetry.SnapshotFile | None = None
     recorders: list[Recorder] = field(default_factory=list)  # one a device, where asked for
 
-    def steps(self) -> int:
-        """Layer-steps that reached the cache, idle and read-through ones included."""
     def end_preloads(self) -> None:
         """After this no layer's experts are on their way to overflow rows."""
         for preloader in {layer.preloader for layer in (*self.armed, *self.retired)}:
             if preloader is not None:
                 preloader.end()
 
+    def steps(self) -> int:
+        """Layer-steps that reached the cache, idle and read-through ones included."""
         return sum(layer.cache.calls() for layer in self.armed)
 
 
@@ -100,9 +102,8 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
 
 def armed_layer(layer: torch.nn.Module) -> ArmedLayer | None:
     """The cache in front of this layer, if there is one."""
-    held = getattr(layer.quant_method, "__dict__", {})
-    owner = getattr(held.get("apply"), "__self__", None)
-    return owner if isinstance(owner, ArmedLayer) and owner.serves(layer) else None
+    entry = Entry.of(layer.quant_method)
+    return None if entry is None else entry.armed(layer)
 
 
 def _rebind_armed(layers: list, report: Report) -> list:
@@ -129,10 +130,10 @@ def refresh(reports: list[Report]) -> None:
     for model, report in list(_reports.items()):
         if not any(report is one for one in reports):
             continue
+        report.end_preloads()
         layers = [(name, m) for name, m in vllm_compat.moe_layers(model) if armed_layer(m)]
         before, report.armed, known = report.armed, [], len(report.refused)
         moved = _rebind_armed(layers, report)
-        report.end_preloads()
         report.refused += [(name, _MOVED) for name, _ in moved]
         report.retired += [armed for armed in before if armed not in report.armed]
         reporting.log_given_back(report.model, report.refused[known:])
@@ -141,6 +142,18 @@ def refresh(reports: list[Report]) -> None:
 _MOVED = Refusal(
     "its tensors were replaced while serving", "restart the engine to have the layer armed again"
 )
+
+
+def _leave_to_vllm() -> None:
+    """In a forked process: on a CPU its slots are the memory of its parent, which goes on serving
+    from them. No GPU serves a forked process."""
+    for report in reports():
+        for armed in report.armed:
+            if armed.installed:
+                armed.remove()
+
+
+os.register_at_fork(after_in_child=_leave_to_vllm)
 
 
 def _rebound(armed: ArmedLayer, layer: torch.nn.Module) -> bool:
@@ -243,6 +256,7 @@ def _arm_candidates(
     built: list[tuple[Candidate, Storage, int]] = []
     for candidate in candidates:
         try:
+            check_compiled(report.model, candidate.name, kind)
             region = len(built) % 2 if plan.preload else 0
             built.append(_build(candidate, plan, kind, allocator, region))
         except Refusal as refusal:
@@ -265,7 +279,6 @@ def _arm_candidates(
             armed.snapshot = report.snapshot  # stays registered for as long as a kernel stores
             armed.install()
             armed_now.append(armed)
-            check_compiled(report.model, candidate.name, kind)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
     report.armed += armed_now

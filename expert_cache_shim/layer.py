@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import torch
 
 from . import compiled, policy, vllm_compat
 from .discovery import ExpertTensors, Locations
+from .entry import Entry
 from .log import logger
 from .native import (
     INT32,
@@ -198,7 +198,7 @@ class ArmedLayer:
         self.record_bytes = tensors.record_bytes
         self.top_k = vllm_compat.top_k(layer)
         self._layer = layer
-        self._original = layer.quant_method.apply
+        self._entry = Entry.of(layer.quant_method) or Entry(layer.quant_method)
         self._key = compiled.register(model, name, cache)
         self.tensors = tensors
         self.rebind(tensors)
@@ -227,13 +227,12 @@ class ArmedLayer:
             )
             for mode, rows in views.items()
         }
-        self._signature = inspect.signature(self._views[ROWS].apply)
         self._locations = Locations(self._layer)
         return True
 
     def install(self) -> None:
-        """Puts the cache in front of this instance's `apply`. No class is touched."""
-        self._layer.quant_method.apply = self.apply
+        """Puts the cache in front of this layer's `apply`."""
+        self._entry.add(self)
         self.installed = True
 
     def preload_with(self, preloader: Preloader, following: ArmedLayer | None) -> None:
@@ -246,18 +245,17 @@ class ArmedLayer:
         """Whether wide steps of this layer fetch the next one's experts."""
         return self._following is not None
 
-    def serves(self, layer: torch.nn.Module) -> bool:
+    def serves(self, layer: Any) -> bool:
         return self._layer is layer
 
     def remove(self) -> None:
         """Gives the layer back to vLLM's own path."""
-        del vars(self._layer.quant_method)["apply"]
+        self._entry.remove(self)
         self.installed = False
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's `apply`: 0.21 has no `shared_experts`; all of it is passed on by name."""
-        if args or kwargs.get("layer") is not self._layer:
-            return self._apply_positional(args, kwargs)
+    def apply(self, kwargs: dict[str, Any]) -> Any:
+        """One step. kwargs: vLLM's for `apply`, all of which are passed on by name; 0.21 has no
+        `shared_experts`."""
         ids = kwargs["topk_ids"]
         if torch.compiler.is_compiling():
             return self._apply_traced(ids, kwargs)
@@ -275,7 +273,7 @@ class ArmedLayer:
         except KernelError as error:
             return self._give_up(f"a kernel could not be launched: {error}", kwargs)
         if mode == SKIP:
-            return self._original(**kwargs)
+            return self._entry.original(**kwargs)
         if self._following is not None and self._following.installed:
             self.preloader.start(self._following.cache, ids)
         view = self._views[mode]
@@ -290,7 +288,7 @@ class ArmedLayer:
             self.name, reason,
         )  # fmt: skip
         self.remove()
-        return self._original(**kwargs)
+        return self._entry.original(**kwargs)
 
     def _apply_traced(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Inside a graph: no branch on a shape, which would be baked in."""
@@ -298,10 +296,3 @@ class ArmedLayer:
         kwargs["topk_ids"] = torch.ops.expert_cache.rows(ids, self._key)
         kwargs["layer"] = view.layer
         return view.apply(**kwargs)
-
-    def _apply_positional(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A caller that does not use names, or a method shared with a layer not armed here."""
-        bound = self._signature.bind(*args, **kwargs).arguments
-        if bound.get("layer") is not self._layer or "topk_ids" not in bound:
-            return self._original(*args, **kwargs)
-        return self.apply(**bound)

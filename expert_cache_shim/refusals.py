@@ -20,6 +20,7 @@ from .discovery import (
     layer_tensors,
     reachable_tensors,
 )
+from .entry import Entry
 from .settings import Settings
 from .view import copy_method
 
@@ -131,7 +132,7 @@ def _check_form(layer: torch.nn.Module) -> None:
             "serve without --enable-dbo",
         )
     _check_kernel(layer, method)
-    if "apply" in vars(method):
+    if "apply" in vars(method) and Entry.of(method) is None:
         raise Refusal(
             "another package has replaced apply() of this layer's quant method "
             f"({vars(method)['apply']!r})",
@@ -251,7 +252,6 @@ def check_on_host(candidate: Candidate, library: native.Library) -> None:
         raise Refusal(RESIDENT, f"to offload {OFFLOAD}")
 
 
-def check_plain(method: Any) -> None:
 def check_compiled(model: str, layer: str, storage: str) -> None:
     """What a graph could not do that torch.compile makes of a layer on a CPU. Raises Refusal."""
     if not vllm_compat.compiles_on_cpu():
@@ -269,6 +269,7 @@ def check_compiled(model: str, layer: str, storage: str) -> None:
         )
 
 
+def check_plain(method: Any) -> None:
     experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
     remedy = "use EXPERT_CACHE_STORAGE=virtual or auto"
     if type(experts).__name__ not in vllm_compat.TAKE_FEWER_EXPERTS:
