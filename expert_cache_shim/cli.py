@@ -25,6 +25,7 @@ from .commands.trace_import import import_
 from .commands.trace_plot import plot
 from .commands.trace_record import record
 from .installation import invocation
+from .untrusted import printable
 
 COMMANDS: tuple[Callable[..., int], ...] = (build, enable, disable, doctor, plan, status)
 GROUPS: dict[str, tuple[str, tuple[Callable[..., int], ...]]] = {
@@ -72,7 +73,7 @@ def _call(command: Callable[..., int], group: str | None, values: dict[str, Any]
         return command(**values)
     except CommandError as error:
         words = [group, word(command)] if group else [word(command)]
-        print(f"{invocation(*words)}: {error}", file=sys.stderr)
+        print(f"{invocation(*words)}: {printable(str(error))}", file=sys.stderr)
         return 1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 _PAGE = 4096
+MAX_HEADER = 4 * 2**20  # bytes: JSON in memory can be twenty times as large
 
 
 class MappedFile:
@@ -68,6 +69,6 @@ def locate(data: bytes, magic: bytes) -> tuple[bytes, int]:
     if len(data) < 16 or data[:8] != magic:
         raise ValueError("another kind of file")
     (length,) = struct.unpack("<Q", data[8:16])
-    if length > len(data):
+    if length > min(len(data), MAX_HEADER):
         raise ValueError(f"header of {length} bytes")
     return data[16 : 16 + length], content_start(length)

@@ -6,6 +6,7 @@ model ran them. This module needs numpy only, and trusts no file.
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -19,13 +20,16 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .policy import MAX_EXPERTS
+from .untrusted import open_file
 
 # In `ids`: no expert. A token of fewer experts than others, or one that a rank does not own.
 NO_EXPERT = 65535
 
 MAX_TOP_K = 256
 MAX_LAYERS = 4096
+MAX_TOKENS = 2**24
 MAX_BYTES = 2**31  # of one array, unpacked
+MAX_HEADER = 2**14  # of one array; numpy writes less than a hundred bytes
 MAX_META_BYTES = 2**20
 
 
@@ -80,13 +84,11 @@ class Trace:
         """For each step the experts routed in each layer, bool `[layers, experts]`. The array is
         the iterator's own and good until the next."""
         spare = self.experts  # a column for ids that are no expert
-        ids = np.minimum(self.ids, spare).astype(np.intp)
         rows = np.arange(self.layers)[:, None]
         mask = np.zeros((self.layers, spare + 1), bool)
-        bounds = self.bounds.tolist()
-        for start, end in itertools.pairwise(bounds):
+        for start, end in itertools.pairwise(self.bounds):
             mask[:] = False
-            for token in ids[start:end]:
+            for token in np.minimum(self.ids[start:end], spare):
                 mask[rows, token] = True
             yield mask[:, :spare]
 
@@ -103,7 +105,7 @@ def save(trace: Trace, path: str | os.PathLike) -> None:
 def load(path: str | os.PathLike) -> Trace:
     """Reads a trace file. Raises TraceError for a file that is none, OSError if it cannot be
     read. Nothing in it is executed, and no more memory taken than its limits allow."""
-    with Path(path).open("rb") as stream:
+    with open_file(path, 2 * MAX_BYTES, links=True) as stream:
         try:
             with zipfile.ZipFile(stream) as archive:
                 return _read(archive)
@@ -129,6 +131,8 @@ def _read(archive: zipfile.ZipFile) -> Trace:
 
 def _array(archive: zipfile.ZipFile, name: str, dimensions: int) -> np.ndarray:
     member = archive.getinfo(f"{name}.npy")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise TraceError(f"'{name}' is compressed as numpy does not")
     with archive.open(member) as stream:
         return read_array(stream, member.file_size, name, dimensions)
 
@@ -137,17 +141,19 @@ def read_array(stream: BinaryIO, length: int, name: str, dimensions: int) -> np.
     """A `.npy` file of `length` bytes that holds integers or text. Its header is compared with
     the length before memory is taken. Raises TraceError, and what numpy has for a header that
     does not parse."""
-    version = np.lib.format.read_magic(stream)
+    # numpy reads as much of a header as it says to have, up to 4 GiB.
+    start = io.BytesIO(stream.read(MAX_HEADER))
+    version = np.lib.format.read_magic(start)
     read_header = np.lib.format.read_array_header_2_0
     if version == (1, 0):
         read_header = np.lib.format.read_array_header_1_0
-    shape, _, dtype = read_header(stream)
-    if dtype.kind not in "iuU" or len(shape) != dimensions:
+    shape, _, dtype = read_header(start)
+    if dtype.kind not in "iuU" or len(shape) != dimensions or min(shape, default=0) < 0:
         raise TraceError(f"'{name}' is {dtype} of shape {shape}")
     size = math.prod(shape) * dtype.itemsize
     if size > MAX_BYTES:
         raise TraceError(f"'{name}' has {size} bytes, allowed are {MAX_BYTES}")
-    if stream.tell() + size != length:
+    if start.tell() + size != length:
         raise TraceError(f"'{name}' of shape {shape} does not fit its {length} bytes")
     stream.seek(0)
     return np.lib.format.read_array(stream, allow_pickle=False)
@@ -155,15 +161,20 @@ def read_array(stream: BinaryIO, length: int, name: str, dimensions: int) -> np.
 
 def _ids(archive: zipfile.ZipFile) -> np.ndarray:
     ids = _array(archive, "ids", 3)
-    tokens, layers, top_k = ids.shape
     if ids.dtype not in (np.uint8, np.uint16):
         raise TraceError(f"'ids' is {ids.dtype}, allowed are uint8 and uint16")
-    if not (tokens >= 1 and 1 <= layers <= MAX_LAYERS and 1 <= top_k <= MAX_TOP_K):
+    check_shape("ids", ids)
+    return ids.astype(np.uint16, copy=False)
+
+
+def check_shape(name: str, ids: np.ndarray) -> None:
+    """Raises TraceError for ids of no tokens, or of more than is allowed."""
+    limits = (MAX_TOKENS, MAX_LAYERS, MAX_TOP_K)
+    if not all(1 <= size <= most for size, most in zip(ids.shape, limits)):
         raise TraceError(
-            f"'ids' is {list(ids.shape)}, allowed are 1 token or more, {MAX_LAYERS} layers and "
-            f"{MAX_TOP_K} experts a token"
+            f"'{name}' is {list(ids.shape)}, allowed are 1 to {MAX_TOKENS} tokens, {MAX_LAYERS} "
+            f"layers and {MAX_TOP_K} experts a token"
         )
-    return ids.astype(np.uint16)
 
 
 def _vector(archive: zipfile.ZipFile, name: str, tokens: int) -> np.ndarray:
@@ -187,9 +198,12 @@ def _meta(archive: zipfile.ZipFile) -> dict[str, Any]:
 
 
 def complete(meta: dict[str, Any], ids: np.ndarray) -> dict[str, Any]:
-    """`meta` with the number of experts, which a file may leave out: then the least that fits."""
-    used = ids[ids != NO_EXPERT]
-    least = max(2, int(used.max(initial=0)) + 1)
+    """`meta` with the number of experts, which a file may leave out: then the least that fits.
+    Raises TraceError where it cannot be."""
+    named = ids != NO_EXPERT
+    if not named.any():
+        raise TraceError("no token is routed to an expert")
+    least = max(2, int(ids.max(initial=0, where=named)) + 1)
     experts = meta.get("num_experts", least)
     if type(experts) is not int or not least <= experts <= MAX_EXPERTS:
         raise TraceError(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from .trace import Trace
+from .trace import NO_EXPERT, Trace
+
+TOKENS_AT_ONCE = 2**14
 
 
 def uniform(trace: Trace, seed: int = 0) -> Trace:
     """Every token routed to `top_k` different experts that are drawn from all with the same
     chance: whatever a policy does, it misses `1 - slots / experts`."""
     generator = np.random.default_rng(seed)
-    ids = np.empty_like(trace.ids)
+    ids = np.full_like(trace.ids, NO_EXPERT)
     for layer in range(trace.layers):
-        order = generator.random((len(ids), trace.experts)).argsort(axis=1)
-        ids[:, layer] = order[:, : trace.top_k]
+        for start in range(0, len(ids), TOKENS_AT_ONCE):
+            part = ids[start : start + TOKENS_AT_ONCE, layer, : trace.experts]
+            order = generator.random((len(part), trace.experts)).argsort(axis=1)
+            part[:] = order[:, : trace.top_k]
     return Trace(ids, trace.seq, trace.step, {**trace.meta, "control": "uniform"})
 
 

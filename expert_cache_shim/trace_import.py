@@ -10,15 +10,17 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from .trace import NO_EXPERT, Trace, TraceError, complete, read_array
+from .trace import MAX_BYTES, NO_EXPERT, Trace, TraceError, check_shape, complete, read_array
+from .untrusted import open_file
 
-MAX_JSON_BYTES = 2**30
+MAX_JSON_BYTES = 2**27  # in memory it can be twenty times as large
 
 
 def load(path: Path) -> list[np.ndarray]:
@@ -26,8 +28,8 @@ def load(path: Path) -> list[np.ndarray]:
 
     Raises TraceError for a file with none, OSError if it cannot be read.
     """
-    size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_file(path, 2 * MAX_BYTES, links=True) as stream:
+        size = os.fstat(stream.fileno()).st_size
         try:
             if stream.read(6) == np.lib.format.MAGIC_PREFIX:
                 stream.seek(0)
@@ -41,8 +43,13 @@ def load(path: Path) -> list[np.ndarray]:
 
 def _routed(stream: BinaryIO, size: int) -> np.ndarray:
     array = read_array(stream, size, "routed_experts", 3)
+    if array.dtype.kind not in "iu":
+        raise TraceError(f"'routed_experts' is {array.dtype}")
+    check_shape("routed_experts", array)
     outside = (array < 0) | (array >= NO_EXPERT)
-    return np.where(outside, NO_EXPERT, array).astype(np.uint16)
+    ids = array.astype(np.uint16)
+    ids[outside] = NO_EXPERT
+    return ids
 
 
 def _of_response(stream: BinaryIO, size: int) -> Iterator[np.ndarray]:
@@ -82,9 +89,11 @@ def join(arrays: Sequence[np.ndarray], prompt_tokens: Sequence[int], meta: dict[
         for array, prompt in zip(arrays, prompt_tokens)
     ]
     starts = np.cumsum([0, *(len(array) for array in arrays)])
+    ids = np.concatenate(arrays)
+    check_shape("routed_experts", ids)
     return Trace(
-        np.concatenate(arrays),
+        ids,
         np.repeat(np.arange(len(arrays), dtype=np.int32), np.diff(starts)),
         np.concatenate([start + number for start, number in zip(starts, passes)]),
-        complete(meta, np.concatenate(arrays)),
+        complete(meta, ids),
     )

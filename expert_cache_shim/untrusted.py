@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+_YEAR_10000 = 253_402_300_800
 
-def open_file(path: str | os.PathLike, most: int) -> BinaryIO:
-    """A regular file of at most `most` bytes, to be read. A link at the end of the path is not
-    followed, and nothing is waited for: a pipe or a device is refused. Raises OSError."""
+
+def open_file(path: str | os.PathLike, most: int, links: bool = False) -> BinaryIO:
+    """A regular file of at most `most` bytes, to be read. Nothing is waited for: a pipe or a
+    device is refused. links: a link at the end of the path is followed, else refused too. Raises
+    OSError."""
+    more = os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
 
     def opened(path: str, flags: int) -> int:
-        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, flags | more)
         status = os.fstat(handle)
         if stat.S_ISREG(status.st_mode) and status.st_size <= most:
             return handle
@@ -27,9 +34,9 @@ def open_file(path: str | os.PathLike, most: int) -> BinaryIO:
     return open(path, "rb", opener=opened)
 
 
-def read_file(path: str | os.PathLike, most: int) -> bytes:
+def read_file(path: str | os.PathLike, most: int, links: bool = False) -> bytes:
     """The content of such a file. Raises OSError."""
-    with open_file(path, most) as stream:
+    with open_file(path, most, links) as stream:
         return read_at(stream, 0, min(most, os.fstat(stream.fileno()).st_size))
 
 
@@ -60,9 +67,35 @@ def is_own_folder(folder: Path) -> bool:
     )
 
 
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in what runs longer, a regular expression included. Without effect
+    outside the main thread, where Python handles no signal."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(_signal: int, _frame: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def printable(text: str) -> str:
+    """The text in one line: what would end it, or steer a terminal, is replaced."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def fields(data: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """The named fields of a JSON object, each of its kind: `str` (what would steer a terminal is
-    replaced), `int` (from 0 to 2^63 - 1), `float` or `list`. Raises ValueError."""
+    """The named fields of a JSON object, each of its kind: `str` (made printable), `int` (from 0
+    to 2^63 - 1), `float` (seconds since the epoch, before the year 10000) or `list`. Raises
+    ValueError."""
     if not isinstance(data, dict):
         raise ValueError(f"{type(data).__name__} in place of an object")
     return {name: _field(name, data.get(name), kind) for name, kind in kinds.items()}
@@ -71,8 +104,7 @@ def fields(data: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
 def _field(name: str, value: Any, kind: type) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or (kind is int and not 0 <= value < 2**63):
+    limits = {int: 2**63, float: _YEAR_10000}
+    if type(value) is not kind or (kind in limits and not 0 <= value < limits[kind]):
         raise ValueError(f"{name} is {repr(value)[:40]}")
-    if kind is str:
-        return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
-    return value
+    return printable(value) if kind is str else value

@@ -49,7 +49,7 @@ SLOW = (
     "amd/", "contract/", "docker/", "engine/", "faults/", "nvidia/", "kernels/test_faults.py",
     "kernels/test_fuzz.py", "kernels/test_sanitizers.py", "test_arming_failures.py",
     "test_bootstrap", "test_cli", "test_packaging.py", "test_ranks.py",
-    "test_sitecustomize.py",
+    "test_hostile_", "test_sitecustomize.py",
 )  # fmt: skip
 
 

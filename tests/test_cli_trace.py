@@ -90,7 +90,7 @@ def test_replay_of_a_control(call):
     "words, message",
     [
         (["info", "none.npz"], "trace info: none.npz: No such file or directory"),
-        (["replay", "."], "trace replay: .: Is a directory"),
+        (["replay", "."], "trace replay: .: not a regular file"),
         (["replay", __file__], f"trace replay: {__file__}: is not a routing trace: File is not a "
                                "zip file"),
         (["replay", OLMOE, "--slots", "64"],

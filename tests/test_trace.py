@@ -60,8 +60,8 @@ def meta(**values):
         ({"ids": IDS[0]}, "'ids' is uint16 of shape (1, 2)"),
         ({"ids": IDS.astype(np.int32)}, "'ids' is int32, allowed are uint8 and uint16"),
         ({"ids": IDS.astype(float)}, "'ids' is float64 of shape (3, 1, 2)"),
-        ({"ids": IDS[:0]}, "'ids' is [0, 1, 2], allowed are 1 token or more, 4096 layers and 256 "
-                           "experts a token"),
+        ({"ids": IDS[:0]}, "'ids' is [0, 1, 2], allowed are 1 to 16777216 tokens, 4096 layers and "
+                           "256 experts a token"),
         ({"ids": IDS, "seq": [0]}, "'seq' is int64 [1] for 3 tokens"),
         ({"ids": IDS, "seq": ["a", "b", "c"]}, "'seq' is <U1 [3] for 3 tokens"),
         ({"ids": IDS, "step": [1, 2, 1]}, "'step' falls"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from synthetic.snapshots import described
 
-from expert_cache_shim import telemetry, trace, trace_ring
+from expert_cache_shim import metrics, telemetry, trace, trace_ring
 from expert_cache_shim.commands import CommandError, trace_record
 from expert_cache_shim.mapped_file import MappedFile
 from expert_cache_shim.processes import lineage
@@ -287,3 +290,54 @@ def test_a_recording_keeps_what_came_before_its_ring_was_cut_off(tmp_path, monke
     rows = trace_record._follow(reader, float("inf"), float("inf"))
     assert sum(len(one.ids) for one in rows) == 5
     assert "cut off while it was read; what was recorded before is kept" in capsys.readouterr().err
+
+
+# --- What status and the metrics make of them -----------------------------------------------
+
+NUMBERS = st.one_of(
+    st.integers(-2, 2**63), st.integers(0, 9), st.floats(), st.sampled_from([2**63 - 1, 10**300])
+)
+ANYTHING = st.one_of(st.none(), NUMBERS, st.text(max_size=3), st.lists(NUMBERS, max_size=3))
+LAYER = st.fixed_dictionaries(
+    {name: st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1))
+     for name in ("experts", "slots", "record_bytes", "tensors", "private_bytes", "shared_bytes")},
+)  # fmt: skip
+COUNTS = st.lists(
+    st.one_of(st.integers(0, 3), st.integers(-(2**63), 2**63 - 1)), min_size=16, max_size=16
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    layers=st.lists(st.one_of(LAYER, LAYER, ANYTHING), max_size=2), counts=COUNTS,
+    changes=st.dictionaries(
+        st.sampled_from(["engine", "rank", "model", "policy", "started", "lineage"]), ANYTHING,
+        max_size=2,
+    ),
+    alive=st.booleans(),
+)  # fmt: skip
+def test_no_snapshot_stops_what_shows_it(tmp_path_factory, layers, counts, changes, alive):
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    from expert_cache_shim.commands import status, status_screen, watch
+
+    folder = tmp_path_factory.mktemp("any")
+    names = {"name": "[/]\x1b[2J", "storage": "virtual"}
+    layers = [{**names, **one} if isinstance(one, dict) else one for one in layers]
+    header = {
+        "lineage": [lineage()[0] if alive else [2**22, 1]], "engine": "", "rank": 0, "model": "[/]",
+        "policy": "lru", "started": 1e9, "layers": layers, **changes,
+    }  # fmt: skip
+    file = MappedFile(folder, ".counters", b"XPCACHE1", header, 64 * len(layers))
+    file.content("<i8", 8 * len(layers))[:] = counts[: 8 * len(layers)]
+    seen = watch.Watch(folder)
+    for reading in (seen.read(), seen.read()):
+        for line in status._plain(reading, True):
+            assert line.replace("\n", "").isprintable() or not line
+        json.dumps(status.as_data(reading), allow_nan=False)
+        screen = io.StringIO()
+        Console(file=screen, width=100).print(status_screen.screen(reading, 1.0, True))
+        assert "\x1b" not in screen.getvalue()
+        for by_layer in (False, True):
+            list(metrics.families([*reading.ended], by_layer))

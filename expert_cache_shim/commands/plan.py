@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from ..untrusted import time_limit
 from . import CommandError, Option, plan_checkpoint, plan_config
 from .machine import cgroup_memory_limit, memory_total, torch_backend
 from .plan_budget import Budget, Machine, best_slots, budget_of, candidates, offload_gib
@@ -20,6 +21,7 @@ from .plan_sizes import Sizes, require_divisible, shape_of, sizes_of
 
 LINK = 25e9  # bytes a second; what 16 lanes of PCIe 4.0 bring
 MEMORY_RATE = 1e12  # bytes a second of device memory
+MOST_SECONDS = 10  # that a config.json may take to be understood; real ones take a tenth
 CONTEXT = 8192  # tokens, where neither the user nor the model says less
 GIB = 2**30
 # What vLLM serves with Marlin on most NVIDIA GPUs. Such layers are armed only where output that
@@ -74,7 +76,7 @@ def plan(
     """Size slots, memory and decode rate of a model before serving it; status 1 if nothing fits."""
     path = plan_config.find(model)
     tensors = plan_checkpoint.read(path.parent)
-    described = describe(plan_config.read(path), foretell=not tensors)
+    described = _described(path, foretell=not tensors)
     context = _context(described, context)
     load = Load(context, streams, ranks, batched_tokens, _kv_bytes(kv_dtype), by_expert)
     _require_sensible(
@@ -86,7 +88,7 @@ def plan(
         }
     )  # fmt: skip
     require_divisible(described, ranks, by_expert)
-    sizes, origin = _sizes(described, tensors, load, quantization)
+    sizes, origin = _sizes(path.parent, described, tensors, load, quantization)
     machine, here = _machine(vram, utilization, link, memory_rate, resident)
     best, _ = best_slots(described, sizes, load, machine)
     slots = [0, *candidates(sizes.experts, best)]
@@ -114,6 +116,17 @@ def plan(
     return int(not budget.best and not budget.whole)
 
 
+def _described(path: Path, foretell: bool) -> Model:
+    try:
+        with time_limit(MOST_SECONDS):
+            return describe(plan_config.read(path), foretell)
+    except TimeoutError:
+        raise CommandError(
+            f"{path}: quantization_config: its expressions for names of layers take more than "
+            f"{MOST_SECONDS} s"
+        ) from None
+
+
 def _context(model: Model, context: int | None) -> int:
     most = model.context or CONTEXT
     if context is None:
@@ -131,17 +144,20 @@ def _kv_bytes(dtype: str) -> int:
 
 def _require_sensible(values: dict[str, float | None]) -> None:
     for name, value in values.items():
-        most = 1 if name == "--gpu-memory-utilization" else 1e12
+        most = {"--gpu-memory-utilization": 1, "--max-num-seqs": 65536}.get(name, 1e12)
         if value is not None and not 0 < value <= most:
             raise CommandError(f"{name} {value:g}: it must be above 0, and at most {most:g}")
 
 
 def _sizes(
-    model: Model, tensors: list[Tensor], load: Load, quantization: str | None
+    folder: Path, model: Model, tensors: list[Tensor], load: Load, quantization: str | None
 ) -> tuple[Sizes, str]:
     """What a rank holds, and where that is known from."""
     origin = "the headers of its checkpoint" if tensors else "config.json"
-    sizes = sizes_of(model, tensors or model.tensors, load.ranks, load.by_expert)
+    try:
+        sizes = sizes_of(model, tensors or model.tensors, load.ranks, load.by_expert)
+    except CommandError as error:
+        raise CommandError(f"{folder}: {error}") from None
     if quantization is None:
         return sizes, origin
     if quantization not in COMMON:

@@ -8,36 +8,50 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
+from ..untrusted import open_file, read_file
 from . import CommandError
 from .plan_quantization import ELEMENT_BYTES, Tensor
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 * 2**20
+MAX_FILE = 2**63 - 1
+MAX_HEADERS = 64 * 2**20  # of all files together; the index may be as long
+MAX_NAME, MAX_DIMENSIONS = 255, 16
 LFS_POINTER = b"version "  # the first eight bytes of a file that Git LFS did not fetch
 
 
 def read(folder: Path) -> list[Tensor]:
     """Every tensor of the checkpoint in a folder; none where there is no safetensors file.
     Raises CommandError for a checkpoint that is not whole."""
-    return [tensor for file in _files(folder) for tensor in _header(file)]
+    tensors, room = [], MAX_HEADERS
+    for file in _files(folder):
+        found, length = _header(file, room)
+        tensors += found
+        room -= length
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:
     """Those that the index names, else all, but not a second copy in another layout."""
-    index = folder / INDEX
+    try:
+        return _found_files(folder, folder / INDEX)
+    except OSError as error:  # such as a name that is too long
+        raise CommandError(f"{error.filename}: {error.strerror}") from None
+
+
+def _found_files(folder: Path, index: Path) -> list[Path]:
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         return [file for file in files if not file.name.startswith("consolidated")] or files
     try:
-        names = sorted(
-            {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        )
+        entries = json.loads(read_file(index, MAX_HEADERS, links=True))
+        names = sorted({str(name) for name in entries["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CommandError(f"{index}: is no index of a checkpoint; download it again") from None
-    if any("/" in name for name in names):
-        raise CommandError(f"{index}: names files of other folders; download it again")
+    if any("/" in name or len(name) > MAX_NAME for name in names):
+        raise CommandError(f"{index}: names what is no file of its folder; download it again")
     files = [folder / name for name in names]
     missing = [file.name for file in files if not file.is_file()]
     if len(missing) == len(files):
@@ -50,16 +64,19 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _header(file: Path) -> list[Tensor]:
+def _header(file: Path, room: int) -> tuple[list[Tensor], int]:
+    """The tensors of a file, and the length of its header, which must be at most `room`."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open_file(file, MAX_FILE, links=True) as stream:
+            size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             length = int.from_bytes(start, "little")
             if start == LFS_POINTER:
                 raise ValueError("a pointer of Git LFS, not the file itself; run `git lfs pull`")
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
+            if not 2 <= length <= size - 8:
                 raise ValueError("not a safetensors file, or cut off; download it again")
+            if length > room:
+                raise ValueError(f"the headers of all files are larger than {MAX_HEADERS} bytes")
             entries = json.loads(stream.read(length))
         entries.pop("__metadata__", None)
         tensors = [_tensor(name, entry) for name, entry in entries.items()]
@@ -72,13 +89,15 @@ def _header(file: Path) -> list[Tensor]:
         said = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
         detail = str(error) if said else "its header is damaged; download it again"
         raise CommandError(f"{file}: {detail}") from None
-    return tensors
+    return tensors, length
 
 
 def _tensor(name: str, entry: dict) -> Tensor:
+    if len(name) > MAX_NAME or len(entry["shape"]) > MAX_DIMENSIONS:
+        raise ValueError(f"{name[:40]}... is no name or shape of a weight")
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+    if not all(type(n) is int and 0 <= n <= MAX_FILE for n in (*shape, begin, end)):
         raise ValueError("its header is damaged; download it again")
     if dtype not in ELEMENT_BYTES:
         raise ValueError(f"{name} is of the type {str(dtype)[:20]!r}, which is not known here")

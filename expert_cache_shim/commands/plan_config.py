@@ -10,10 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..untrusted import read_file
 from . import CommandError
 
 MAX_BYTES = 16 * 2**20
 MAX_SIZE = 2**24  # of any dimension of a model; above it is a slip of the pen
+MAX_WHOLES, MAX_TEXTS, MAX_TEXT = 1024, 16384, 1000  # of a list; texts of one, characters
 _REQUIRED: Any = object()
 
 
@@ -36,7 +38,7 @@ class Fields:
 
     def wholes(self, name: str) -> list[int]:
         """A list of whole numbers from 0; empty by default."""
-        values = self._list(name)
+        values = self._list(name, MAX_WHOLES)
         for value in values:
             self._check_whole(name, value, 0, MAX_SIZE)
         return [int(value) for value in values]
@@ -44,10 +46,9 @@ class Fields:
     def texts(self, *names: str) -> list[str]:
         """A list of texts; empty by default."""
         name, _ = self._first(names, [])
-        values = self._list(name)
+        values = self._list(name, MAX_TEXTS)
         for value in values:
-            if not isinstance(value, str):
-                raise self.error(name, value, "a list of texts")
+            self._check_text(name, value, "a list of texts")
         return values
 
     def text(self, *names: str, default: Any = _REQUIRED) -> str:
@@ -77,18 +78,24 @@ class Fields:
     def names(self, name: str) -> list[str]:
         """The names in an object; none where there is none."""
         outer = self.part(name)
-        return [] if outer is None else list(outer._values)
+        if outer is None:
+            return []
+        if len(outer._values) > MAX_TEXTS:
+            raise self.error(name, outer._values, f"an object of at most {MAX_TEXTS} names")
+        for inner in outer._values:
+            self._check_text(name, inner, "an object of names")
+        return list(outer._values)
 
     def parts(self, name: str) -> list[Fields]:
         """The objects that an object holds by name."""
-        outer = self.part(name)
-        if outer is None:
-            return []
-        found = [outer.part(inner) for inner in outer._values]
+        found = [self.part(name).part(inner) for inner in self.names(name)]
         return [inner for inner in found if inner is not None]
 
     def error(self, name: str, value: Any, allowed: str) -> CommandError:
-        shown = json.dumps(value)
+        try:
+            shown = json.dumps(value)
+        except RecursionError:  # deeper than what wrote it can go, and not than what reads it
+            shown = "nested too deeply"
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return CommandError(f"{self._where}: {name} is {shown}; it must be {allowed}")
 
@@ -103,11 +110,15 @@ class Fields:
             )
         return names[0], default
 
-    def _list(self, name: str) -> list[Any]:
+    def _list(self, name: str, most: int) -> list[Any]:
         _, value = self._first((name,), [])
-        if not isinstance(value, list):
-            raise self.error(name, value, "a list")
+        if not isinstance(value, list) or len(value) > most:
+            raise self.error(name, value, f"a list, of at most {most}")
         return value
+
+    def _check_text(self, name: str, value: Any, allowed: str) -> None:
+        if not isinstance(value, str) or len(value) > MAX_TEXT:
+            raise self.error(name, value, f"{allowed}, each of at most {MAX_TEXT} characters")
 
     def _check_whole(self, name: str, value: Any, low: int, high: int) -> None:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -119,11 +130,15 @@ def find(model: str) -> Path:
     """The config.json that a user means by a file, a folder, or a name that was downloaded
     before. Raises CommandError."""
     path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    elif not path.exists():
-        path = _downloaded(model) or path
-    if not path.is_file():
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        elif not path.exists():
+            path = _downloaded(model) or path
+        found = path.is_file()
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that is locked
+        raise CommandError(f"{path}: {getattr(error, 'strerror', error)}") from None
+    if not found:
         raise CommandError(
             f"{path}: no such file; give a config.json, or a folder that has one: nothing is "
             "downloaded"
@@ -134,9 +149,7 @@ def find(model: str) -> Path:
 def read(path: Path) -> Fields:
     """A config.json. Raises CommandError."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CommandError(f"{path}: larger than {MAX_BYTES >> 20} MiB, so no config.json")
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_file(path, MAX_BYTES, links=True))
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..trace import Trace
 
 WARM_UP = 100  # steps that are not counted, while empty caches fill
+MOST_STEPS = 20_000  # of a trace that are replayed
+MOST_IDS = 2**28
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def count_misses(recorded: Trace, streams: int, slots: Sequence[int]) -> tuple[f
 
     if recorded.steps == len(recorded.ids):
         recorded = read_at_once(recorded, streams)
+    recorded = recorded.first(MOST_STEPS)
     inside = [count for count in slots if 1 <= count < recorded.experts]
     replay = Replay(recorded, inside or [1], "lrfu")
     warm = min(WARM_UP, recorded.steps // 2)
@@ -130,15 +133,17 @@ def count_misses(recorded: Trace, streams: int, slots: Sequence[int]) -> tuple[f
 
 def read_at_once(recorded: Trace, streams: int) -> Trace:
     """A trace of one token a step as `streams` sequences that are decoded together, each begun at
-    its own place, evenly apart."""
+    its own place, evenly apart. Of a long one not all steps."""
     import numpy as np
 
     from ..trace import Trace
 
     tokens = len(recorded.ids)
-    places = np.arange(tokens)[:, None] + np.arange(streams) * tokens // streams
+    most = max(1, MOST_IDS // (streams * recorded.layers * recorded.top_k))
+    count = min(tokens, MOST_STEPS, most)
+    places = np.arange(count)[:, None] + np.arange(streams) * tokens // streams
     order = (places % tokens).ravel()
-    steps = np.repeat(np.arange(tokens), streams)
+    steps = np.repeat(np.arange(count), streams)
     return Trace(recorded.ids[order], recorded.seq[order], steps, recorded.meta)
 
 

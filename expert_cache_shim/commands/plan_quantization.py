@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -287,15 +288,26 @@ def _unless_named(
 def _matcher(patterns: list[str]) -> Callable[[str], bool]:
     """The ways in which the formats name layers: `re:` expressions, wildcards, whole names, and
     parts of names between dots."""
-    return lambda name: any(_matches(pattern, name) for pattern in patterns)
+    parts = [f".{p}." for p in patterns if not p.startswith("re:") and "*" not in p]
+    expressions = [one for pattern in patterns for one in _expressions(pattern)]
+
+    def matches(name: str) -> bool:
+        dotted = f".{name}."
+        return any(part in dotted for part in parts) or any(one.match(name) for one in expressions)
+
+    return matches
 
 
-def _matches(pattern: str, name: str) -> bool:
+def _expressions(pattern: str) -> list[re.Pattern]:
+    texts = []
     if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error:
-            raise CommandError(f"quantization_config: {pattern!r} is no expression") from None
-    if "*" in pattern:
-        return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*")
-    return f".{pattern}." in f".{name}."
+        texts = [pattern[3:]]
+    elif "*" in pattern:
+        texts = [fnmatch.translate(pattern), fnmatch.translate(f"{pattern}.*")]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of syntax that may change
+            return [re.compile(text) for text in texts]
+    except (re.error, OverflowError, RecursionError):
+        shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
+        raise CommandError(f"quantization_config: {shown!r} is no expression") from None

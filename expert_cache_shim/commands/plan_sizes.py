@@ -146,7 +146,7 @@ def _records(model: Model, layer: int, found: list, ranks: int) -> list[Record]:
     for match, tensor in found:
         down = match["projection"] in _DOWN
         name = f"{'w2' if down else 'w13'}_{match['kind'] or 'weight'}"
-        held, *shape = (tensor.count, *tensor.shape) if match["expert"] else tensor.shape
+        held, *shape = (tensor.count, *tensor.shape) if match["expert"] else tensor.shape or (0,)
         halves[name] += held * (2 if down or match["projection"] == "gate_up_proj" else 1)
         count = _padded_mxfp4(model, len(shape), down, ranks) if padded else (
             _expert_elements(tensor.name, shape, down, ranks)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..settings import Settings
+from ..untrusted import printable
 from . import CommandError, Option
 
 if TYPE_CHECKING:
@@ -51,13 +52,15 @@ def info(files: Files, as_json: AsJson = False) -> int:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     for name, values in found:
-        table = Table(title=name, box=box.SIMPLE, show_header=False, title_justify="left")
+        title = Text(printable(name), "table.title")
+        table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left")
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for what, value in values.items():
-            table.add_row(what, _readable(value))
+            table.add_row(what, Text(_readable(value)))
         Console().print(table)
     return 0
 
@@ -195,21 +198,30 @@ def split(words: list[str]) -> list[str]:
 
 def title(name: str, trace: Trace) -> str:
     """One line about a trace."""
-    control = trace.meta.get("control")
-    return (
+    control = said(trace, "control")
+    return printable(
         f"{Path(name).name}: {trace.steps:,} steps, {trace.layers} layers, {trace.top_k} of "
         f"{trace.experts} experts a token" + (f", {control} control" if control else "")
     )
+
+
+def said(trace: Trace, key: str) -> str:
+    """What the file says of itself under a key of `meta`, which may be anything; "" for what is
+    neither text nor a number."""
+    value = trace.meta.get(key, "")
+    return printable(str(value))[:200] if isinstance(value, (str, int, float)) else ""
 
 
 def _table(name: str, trace: Trace, counts: list[Counts]) -> Table:
     """Miss rates, the best of each column in bold; Belady's is no policy that can be had."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     from ..trace_replay import OPTIMUM
 
-    table = Table(title=title(name, trace), box=box.SIMPLE, title_justify="left")
+    heading = Text(title(name, trace), "table.title")
+    table = Table(title=heading, box=box.SIMPLE, title_justify="left")
     table.add_column("misses, %", no_wrap=True)
     for size in counts[0].slots:
         table.add_column(f"S={size}", justify="right", no_wrap=True)
@@ -229,7 +241,7 @@ def _as_dict(name: str, trace: Trace, counts: Counts) -> dict[str, Any]:
         "file": name,
         "experts": trace.experts,
         "steps": trace.steps,
-        "control": trace.meta.get("control"),
+        "control": said(trace, "control") or None,
         "policy": counts.policy,
         "slots": list(counts.slots),
         "routed": int(counts.routed.sum()),
@@ -249,7 +261,7 @@ def _description(trace: Trace) -> dict[str, Any]:
     distances = reuse_distances(trace)
     again = np.cumsum(distances[:-1])
     values: dict[str, Any] = {
-        "model": str(trace.meta.get("model", "not stated")),
+        "model": said(trace, "model") or "not stated",
         "tokens": len(trace.ids),
         "forward passes": trace.steps,
         "tokens a pass, most": int(tokens.max()),
@@ -262,7 +274,7 @@ def _description(trace: Trace) -> dict[str, Any]:
     }
     for key in ("lost_tokens", "control", "source", "commit", "licence"):
         if key in trace.meta:
-            values[key.replace("_", " ")] = str(trace.meta[key])
+            values[key.replace("_", " ")] = said(trace, key)
     return values
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ..settings import Settings
+from ..untrusted import printable
 from . import CommandError, Option
 from .trace import (
     Control,
@@ -19,6 +20,7 @@ from .trace import (
     need,
     prepared,
     read,
+    said,
     writable,
 )
 
@@ -70,6 +72,7 @@ def plot(
 
 
 def _title(name: str, trace) -> str:
-    """Short: half a picture wide."""
-    control = f", {trace.meta['control']}" if "control" in trace.meta else ""
-    return f"{Path(name).stem}: {trace.top_k} of {trace.experts} experts{control}"
+    """Short: half a picture wide. A dollar would begin a formula."""
+    control = f", {said(trace, 'control')}" if said(trace, "control") else ""
+    text = f"{Path(name).stem}: {trace.top_k} of {trace.experts} experts{control}"
+    return printable(text).replace("$", r"\$")
