@@ -276,10 +276,13 @@ def _arm_candidates(
             armed = ArmedLayer(
                 report.model, candidate.name, candidate.layer, candidate.tensors, cache
             )
-            armed.snapshot = report.snapshot  # stays registered for as long as a kernel stores
+            if report.snapshot:
+                armed.count_in(report.snapshot, index)
             armed.install()
             armed_now.append(armed)
         except Exception as error:
+            if report.snapshot:
+                report.snapshot.note_given_back(index, True)
             _refuse_unexpected(candidate.name, error, report)
     report.armed += armed_now
     if report.armed:

@@ -192,7 +192,7 @@ class ArmedLayer:
         self.name = name
         self.cache = cache
         self.installed = False
-        self.snapshot: SnapshotFile | None = None
+        self._snapshot: tuple[SnapshotFile, int] | None = None
         self.preloader: Preloader | None = None
         self._following: ArmedLayer | None = None
         self.record_bytes = tensors.record_bytes
@@ -230,10 +230,14 @@ class ArmedLayer:
         self._locations = Locations(self._layer)
         return True
 
+    def count_in(self, snapshot: SnapshotFile, index: int) -> None:
+        """The file that the kernels store this layer's counters to, kept as long as they may."""
+        self._snapshot = snapshot, index
+
     def install(self) -> None:
         """Puts the cache in front of this layer's `apply`."""
         self._entry.add(self)
-        self.installed = True
+        self._set_installed(True)
 
     def preload_with(self, preloader: Preloader, following: ArmedLayer | None) -> None:
         """From now on fetches the experts of `following`, the layer that runs next and whose
@@ -251,7 +255,13 @@ class ArmedLayer:
     def remove(self) -> None:
         """Gives the layer back to vLLM's own path."""
         self._entry.remove(self)
-        self.installed = False
+        self._set_installed(False)
+
+    def _set_installed(self, installed: bool) -> None:
+        self.installed = installed
+        if self._snapshot is not None:
+            snapshot, index = self._snapshot
+            snapshot.note_given_back(index, not installed)
 
     def apply(self, kwargs: dict[str, Any]) -> Any:
         """One step. kwargs: vLLM's for `apply`, all of which are passed on by name; 0.21 has no

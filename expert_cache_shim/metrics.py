@@ -165,7 +165,7 @@ def families(snapshots: list[Snapshot], by_layer: bool) -> Iterator[Metric]:
             of = [snapshot.model, str(snapshot.rank)]
             values = {
                 layer["name"]: series.value(layer, dict(zip(COUNTERS, counts.tolist())))
-                for layer, counts in zip(snapshot.layers, snapshot.counters)
+                for layer, counts in zip(_as_served(snapshot), snapshot.counters)
             }
             if by_layer:
                 for name, value in values.items():
@@ -174,6 +174,12 @@ def families(snapshots: list[Snapshot], by_layer: bool) -> Iterator[Metric]:
                 family.add_metric(of, sum(values.values()))
         yield family
     yield from _of_models(snapshots)
+
+
+def _as_served(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+    """A layer that was given back has no slots and no experts here; its device memory stays."""
+    for layer, given_back in zip(snapshot.layers, snapshot.given_back):
+        yield {**layer, "slots": 0, "experts": 0} if given_back else layer
 
 
 def _of_models(snapshots: list[Snapshot]) -> Iterator[Metric]:
@@ -191,7 +197,7 @@ def _of_models(snapshots: list[Snapshot]) -> Iterator[Metric]:
     for snapshot in snapshots:
         of = [snapshot.model, str(snapshot.rank)]
         kinds = sorted({layer["storage"] for layer in snapshot.layers})
-        layers.add_metric(of, len(snapshot.layers))
+        layers.add_metric(of, len(snapshot.armed_layers))
         started.add_metric(of, snapshot.started)
         about.add_metric([*of, snapshot.policy, "/".join(kinds), __version__], 1)
     yield from (layers, started, about)

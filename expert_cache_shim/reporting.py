@@ -157,19 +157,23 @@ def _log_while_in_use(
 def activity_line(counted: Snapshot, seconds: float) -> str:
     """What was counted in so many seconds."""
     routed = counted.total("hits") + counted.total("misses")
-    return (
+    told = (
         f"{counted.model}, rank {counted.rank}: in {seconds:.0f} s "
         f"{percent(counted.hit_rate())} of {routed:,} routed experts were resident, "
         f"{counted.fetched_bytes() / 2**30 / seconds:.2f} GiB/s fetched, "
         f"{percent(counted.overflow_share())} of the misses found no slot, "
         f"{percent(counted.read_through_share())} of the layer-steps were read through"
     )
+    given_back = int(counted.given_back.sum())
+    if given_back:
+        told += f"; {given_back} of {len(counted.layers)} layers are on vLLM's own path again"
+    return told
 
 
 def _warn_if_steps_are_too_wide(counted: Snapshot) -> bool:
-    slots = max(layer["slots"] for layer in counted.layers)
-    width = counted.width() or 0
-    if width <= slots:
+    armed, width = counted.armed_layers, counted.width() or 0
+    slots = max((layer["slots"] for layer in armed), default=0)
+    if not armed or width <= slots:
         return False
     logger.warning(
         "expert cache: a step of %s routes to %s experts of a layer on average, more than its %d "

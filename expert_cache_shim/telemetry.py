@@ -4,7 +4,8 @@ Every model that is armed gets one *snapshot file*. The kernels store their coun
 into it (`manage` has a store-only mirror, see docs/kernels.md), so the file is current without
 a thread, without a call into the GPU runtime, and after the worker is killed.
 
-The content of the file, after the header of `mapped_file`, is int64 `[layers, 8]` counters.
+The content of the file, after the header of `mapped_file`, is int64 `[layers, 8]` counters and,
+from version 2 on, int64 `[layers]`: 1 for a layer that the cache serves no longer.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .untrusted import fields, is_own_folder, own_folder, read_file
 
 _MAGIC = b"XPCACHE1"
 _SUFFIX = ".counters"
+_VERSION = 2  # a header without one is of version 1
 _MOST = 64 * 2**20  # bytes of a snapshot that is read
 
 _FIELDS = {
@@ -47,7 +49,8 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a snapshot file holds: `counters` is int64 `[layers, 8]`, a copy.
+    """What a snapshot file holds: `counters` is int64 `[layers, 8]`, a copy. `given_back`, bool
+    `[layers]`: whether vLLM's own path serves a layer again; what it had counted stays.
 
     `lineage` is the worker and its ancestors as they were when it was armed, `engine` what ranks
     of one engine have in common, "" where vLLM does not say. Ratios are None where there is
@@ -63,6 +66,12 @@ class Snapshot:
     started: float
     layers: list[dict]
     counters: np.ndarray
+    given_back: np.ndarray
+
+    @property
+    def armed_layers(self) -> list[dict]:
+        """Those that the cache serves."""
+        return [layer for layer, gone in zip(self.layers, self.given_back) if not gone]
 
     @property
     def pid(self) -> int:
@@ -129,13 +138,19 @@ class SnapshotFile(MappedFile):
         self, folder: Path, model: str, rank: int, layers: list[dict], engine: str = "",
         policy: str = "",
     ) -> None:  # fmt: skip
-        header = {"lineage": lineage(), "engine": engine, "rank": rank, "model": model,
-                  "policy": policy, "started": time.time(), "layers": layers}  # fmt: skip
-        super().__init__(folder, _SUFFIX, _MAGIC, header, len(layers) * len(COUNTERS) * 8)
+        header = {"version": _VERSION, "lineage": lineage(), "engine": engine, "rank": rank,
+                  "model": model, "policy": policy, "started": time.time(),
+                  "layers": layers}  # fmt: skip
+        self._words_at = len(layers) * len(COUNTERS) * 8
+        super().__init__(folder, _SUFFIX, _MAGIC, header, self._words_at + len(layers) * 8)
 
     def mirror(self, index: int) -> np.ndarray:
         """The counters of one layer, int64 [8], as the memory of the file itself."""
         return self.content("<i8", len(COUNTERS), index * len(COUNTERS) * 8)
+
+    def note_given_back(self, index: int, given_back: bool) -> None:
+        """Whether vLLM's own path serves a layer from now on."""
+        self.content("<i8", 1, self._words_at + index * 8)[0] = given_back
 
 
 def default_folder() -> Path:
@@ -185,8 +200,14 @@ def read_snapshot(path: str | os.PathLike) -> Snapshot:
         text, offset = locate(data, _MAGIC)
         header = _header(text)
         rows = len(header["layers"])
-        counters = np.frombuffer(data, "<i8", rows * len(COUNTERS), offset)
-        return Snapshot(Path(path), counters=counters.reshape(rows, len(COUNTERS)).copy(), **header)
+        columns = len(COUNTERS) + (header["version"] > 1)
+        content = np.frombuffer(data, "<i8", rows * columns, offset)
+        counters = content[: rows * len(COUNTERS)].reshape(rows, len(COUNTERS)).copy()
+        given_back = np.zeros(rows, bool)
+        if header["version"] > 1:
+            given_back = content[rows * len(COUNTERS) :] != 0
+        known = {name: value for name, value in header.items() if name != "version"}
+        return Snapshot(Path(path), counters=counters, given_back=given_back, **known)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{path}: damaged snapshot ({error})") from None
 
@@ -200,7 +221,10 @@ def _header(text: bytes) -> dict[str, Any]:
     processes = [Process(pid, start) for pid, start in header["lineage"]]
     if not processes or any(type(number) is not int for one in processes for number in one):
         raise ValueError("no lineage")
-    return {"lineage": processes, **known}
+    version = header.get("version", 1)
+    if version not in (1, _VERSION):
+        raise ValueError("of another release: use its own command to read it")
+    return {"version": version, "lineage": processes, **known}
 
 
 def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:

@@ -97,6 +97,28 @@ def test_a_worker_is_a_row_and_its_layers_are_a_strip(tmp_path, status):
     assert strip == "hit rate by layer, 70% ▁▂▃▄▅▆▇█ 100%: █▂"
 
 
+def test_layers_that_were_given_back_are_told_apart(tmp_path, status):
+    snapshot = written(tmp_path, count=3)
+    snapshot.note_given_back(1, True)
+    assert "  2 of 3  64 of 128  " in status(tmp_path)[1]
+    shown = io.StringIO()
+    watch = Watch(tmp_path)
+    watch.read()
+    for layer in (0, 2):
+        count_more(snapshot, layer)
+    reading = watch.read()
+    rank = reading.engines[0].ranks[0]
+    assert rank.passes_per_second() * rank.seconds == pytest.approx(1)  # of the layers that count
+    Console(file=shown, width=100).print(screen(reading, 1.0, False))
+    assert "2 of 3 layers, 64 of 128 experts resident" in shown.getvalue()
+    data = json.loads(status(tmp_path, as_json=True)[1])
+    of_layers = data["engines"][0]["ranks"][0]["layers"]
+    assert [layer["given_back"] for layer in of_layers] == [False, True, False]
+    for layer in (0, 2):
+        snapshot.note_given_back(layer, True)
+    assert "  0 of 3  " in status(tmp_path)[1]
+
+
 def test_ranks_of_an_engine_are_together_and_engines_apart(tmp_path, status):
     for rank in (1, 0):
         written(tmp_path, rank=rank)

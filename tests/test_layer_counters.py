@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from synthetic import call
-from synthetic.checks import counters, step, steps
+from synthetic.checks import counters, model_of, step, steps
 
-from expert_cache_shim import policy, telemetry
+from expert_cache_shim import layer, policy, telemetry
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -74,3 +74,32 @@ def test_counters_are_kept_where_there_is_no_snapshot(pair):
     uncached, cached, armed = pair(variables={"snapshot": "off"})
     call(cached, *step(uncached))
     assert armed.cache.calls() == counters(armed)["steps"] == 1
+
+
+def given_back(folder) -> list[bool]:
+    (snapshot,) = telemetry.read_folder(folder / "snapshots")
+    return snapshot.given_back.tolist()
+
+
+def test_a_layer_that_is_given_back_while_serving_is_told_without_a_step(pair, tmp_path):
+    uncached, cached, armed = pair()
+    call(cached, *step(uncached))
+    assert given_back(tmp_path) == [False]
+    armed._locations.changed = lambda: True
+    inputs = step(uncached)
+    assert torch.equal(call(cached, *inputs), call(uncached, *inputs))
+    assert given_back(tmp_path) == [True]
+
+
+def test_a_layer_that_could_not_be_armed_is_not_told_as_armed(arm, tmp_path, monkeypatch):
+    count = layer.ArmedLayer.count_in
+
+    def fails_once(armed, snapshot, index):
+        count(armed, snapshot, index)
+        if index == 0:
+            raise RuntimeError
+
+    monkeypatch.setattr(layer.ArmedLayer, "count_in", fails_once)
+    model = model_of()
+    assert len(arm(model).armed) == 1
+    assert given_back(tmp_path) == [True, False]

@@ -84,6 +84,18 @@ def test_bytes_and_sizes_are_in_bytes(tmp_path):
     assert read.path == snapshot.path
 
 
+def test_a_layer_that_was_given_back_is_not_armed_and_keeps_its_counts_and_memory(tmp_path):
+    written(tmp_path).note_given_back(1, True)
+    found, of = page(tmp_path), ("a-model", "0")
+    expected = {
+        "armed_layers": 1, "slots": 3, "experts": 8, "host_memory_bytes": 8 * 1000,
+        "slot_memory_bytes": 21, "misses": 2 + 102, "fetched_bytes": 2 * 1000 + 102 * 2000,
+    }  # fmt: skip
+    assert {name: values(found[f"expert_cache_{name}"])[of] for name in expected} == expected
+    by_layer = values(page(tmp_path, by_layer=True)["expert_cache_slots"])
+    assert by_layer == {(*of, "layers.0"): 3, (*of, "layers.1"): 0}
+
+
 def test_a_cache_is_described_in_words(tmp_path):
     written(tmp_path)
     ((sample),) = page(tmp_path)["expert_cache_info"].samples

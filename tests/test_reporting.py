@@ -136,6 +136,20 @@ def log_of(snapshot, caplog, *actions) -> list[str]:
     return [message.removeprefix("expert cache: ") for message in caplog.messages[:-1]]
 
 
+def test_layers_that_were_given_back_are_told_in_every_line(counting, caplog):
+    snapshot, count = counting
+    lines = log_of(
+        snapshot, caplog,
+        lambda: count(steps=1, hits=1),
+        lambda: (snapshot.note_given_back(1, True), count(steps=1, hits=1)),
+        lambda: (snapshot.note_given_back(0, True), count(steps=1, hits=9)),
+    )  # fmt: skip
+    assert "own path again" not in lines[0]
+    assert lines[1].endswith("were read through; 1 of 2 layers are on vLLM's own path again")
+    assert lines[2].endswith("; 2 of 2 layers are on vLLM's own path again")
+    assert len(lines) == 3  # nobody is told to raise the slots of no layer
+
+
 def test_a_line_tells_what_happened_in_the_interval_and_not_before(counting, caplog, monkeypatch):
     snapshot, count = counting
     count(steps=1000, hits=10**6)

@@ -96,6 +96,36 @@ def test_files_of_a_folder_are_read_oldest_first(tmp_path, monkeypatch):
     assert [s.model for s in telemetry.read_folder(tmp_path)] == ["first", "second", "third"]
 
 
+def test_a_layer_that_was_given_back_keeps_its_counts_and_is_no_longer_armed(tmp_path):
+    writer = written(tmp_path)
+    assert telemetry.read_snapshot(writer.path).armed_layers == LAYERS
+    writer.note_given_back(0, True)
+    snapshot = telemetry.read_snapshot(writer.path)
+    assert snapshot.given_back.tolist() == [True, False]
+    assert (snapshot.layers, snapshot.armed_layers) == (LAYERS, LAYERS[1:])
+    assert snapshot.total("misses") == 2 + 102
+    writer.note_given_back(0, False)
+    assert telemetry.read_snapshot(writer.path).armed_layers == LAYERS
+
+
+def test_a_snapshot_of_the_first_version_is_read(tmp_path):
+    """It says nothing about layers that were given back."""
+    path = written(tmp_path).path
+    data = damaged(path.read_bytes(), version=...)
+    path.write_bytes(data[: -8 * len(LAYERS)])
+    snapshot = telemetry.read_snapshot(path)
+    assert snapshot.given_back.tolist() == [False, False]
+    assert snapshot.counters.tolist() == [list(range(8)), list(range(100, 108))]
+
+
+@pytest.mark.parametrize("version", [0, 3, "2", None, [2]])
+def test_a_snapshot_of_a_version_that_is_not_known_is_one_line(tmp_path, version):
+    path = written(tmp_path).path
+    path.write_bytes(damaged(path.read_bytes(), version=version))
+    with pytest.raises(telemetry.SnapshotError, match="of another release: use its own command"):
+        telemetry.read_snapshot(path)
+
+
 # --- What is made of the counters -----------------------------------------------------------
 
 

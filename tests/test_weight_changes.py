@@ -13,7 +13,7 @@ import torch
 from synthetic import methods
 from synthetic.checks import assert_same, model_of, outputs
 
-from expert_cache_shim import arming, lifecycle, vllm_compat
+from expert_cache_shim import arming, lifecycle, telemetry, vllm_compat
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -188,7 +188,7 @@ def test_a_reloaded_layer_whose_config_holds_new_tensors_stays_armed(
     assert armed.cache.counters.tolist()[2] > 0
 
 
-def test_a_layer_that_a_new_config_makes_unfit_is_given_back_with_its_reason(arm, caplog):
+def test_a_layer_that_a_new_config_makes_unfit_is_given_back_with_its_reason(arm, caplog, tmp_path):
     kinds = (methods.Int8ChannelMoEMethod, methods.UnquantizedFusedMoEMethod)
     models = [model_of(*kinds) for _ in range(2)]
     report = arm(models[0])
@@ -201,6 +201,8 @@ def test_a_layer_that_a_new_config_makes_unfit_is_given_back_with_its_reason(arm
 
     changing_worker(change).reload_weights()
     assert len(report.armed) == 1
+    (snapshot,) = telemetry.read_folder(tmp_path / "snapshots")
+    assert snapshot.given_back.tolist() == [True, False]
     (line,) = caplog.messages
     assert "1 MoE layers of synthetic are no longer armed" in line
     assert "held.0 is per-expert data that the cache cannot stand in for" in line

@@ -112,7 +112,7 @@ RECENT_COLUMNS = ("hit rate now", "fetched now", "steps/s")
 def cells(now: Snapshot) -> list[str]:
     """A row of COLUMNS: sums since warm-up."""
     return [
-        str(now.rank), str(now.pid), str(len(now.layers)), slots_of(now), percent(now.hit_rate()),
+        str(now.rank), str(now.pid), layers_of(now), slots_of(now), percent(now.hit_rate()),
         size(now.fetched_bytes()), percent(now.overflow_share()), percent(now.read_through_share()),
     ]  # fmt: skip
 
@@ -128,8 +128,14 @@ def recent_cells(rank: Rank) -> list[str]:
     ]
 
 
+def layers_of(snapshot: Snapshot) -> str:
+    """How many are armed, and of how many where some were given back."""
+    armed, total = len(snapshot.armed_layers), len(snapshot.layers)
+    return str(total) if armed == total else f"{armed} of {total}"
+
+
 def slots_of(snapshot: Snapshot) -> str:
-    pairs = {(layer["slots"], layer["experts"]) for layer in snapshot.layers}
+    pairs = {(layer["slots"], layer["experts"]) for layer in snapshot.armed_layers}
     return ", ".join(f"{slots} of {experts}" for slots, experts in sorted(pairs))
 
 
@@ -232,8 +238,10 @@ def _worker_data(snapshot: Snapshot) -> dict[str, Any]:
         "policy": snapshot.policy,
         **_counted(snapshot),
         "layers": [
-            {**layer, "counters": dict(zip(COUNTERS, counts)), "hit_rate": rate}
-            for layer, counts, rate in zip(snapshot.layers, snapshot.counters.tolist(), rates)
+            {**layer, "given_back": gone, "counters": dict(zip(COUNTERS, counts)), "hit_rate": rate}
+            for layer, gone, counts, rate in zip(
+                snapshot.layers, snapshot.given_back.tolist(), snapshot.counters.tolist(), rates
+            )
         ],
     }
 

@@ -17,6 +17,7 @@ from .status import (
     BLOCKS,
     block,
     layer_number,
+    layers_of,
     none_runs,
     percent,
     size,
@@ -68,7 +69,7 @@ def _engine(engine: Engine) -> Iterator[RenderableType]:
     storage = "/".join(sorted({layer["storage"] for layer in first.layers}))
     yield _Title(engine.model)
     yield Text(
-        f"{len(first.layers)} layers, {slots_of(first)} experts resident, {first.policy}, "
+        f"{layers_of(first)} layers, {slots_of(first)} experts resident, {first.policy}, "
         f"{storage}, since {when(first.started)}"
     )
     yield Padding(_table(engine.ranks), (1, 0))

@@ -24,8 +24,8 @@ class Rank:
         return self.recent.fetched_bytes() / self.seconds
 
     def passes_per_second(self) -> float:
-        """Forward passes: every layer counts each of them once."""
-        return self.recent.layer_steps() / max(1, len(self.recent.layers)) / self.seconds
+        """Forward passes: every layer that is served counts each of them once."""
+        return self.recent.layer_steps() / max(1, len(self.recent.armed_layers)) / self.seconds
 
 
 @dataclass(frozen=True)
