@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .installation import build_command
+from .untrusted import ANY_SIZE, open_file
 
 ABI_VERSION = 4
 BACKENDS = ("hip", "cuda", "host")
@@ -260,7 +261,7 @@ def _rebuild(backend: str) -> str:
 def check_file(file: Path, backend: str) -> None:
     """Refuse what is no whole ELF file: mapping a truncated one can kill the process (SIGBUS)."""
     try:
-        with file.open("rb") as stream:
+        with open_file(file, ANY_SIZE, links=True) as stream:
             size = os.fstat(stream.fileno()).st_size
             needed = _elf_extent(stream, size)
     except OSError as error:

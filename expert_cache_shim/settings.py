@@ -145,13 +145,13 @@ def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
-def _whole(low: int, high: int | None = None) -> Callable[[str], int]:
+def _whole(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         # int() also takes "1_000" and the digits of other scripts.
         if not (text.isascii() and text.removeprefix("+").isdigit()):
             raise ValueError
         value = int(text)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             raise ValueError
         return value
 
@@ -178,14 +178,14 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("disable", _switch, "0 or 1", "1 makes the shim inert without uninstalling it"),
     Variable(
         "slots",
-        _whole(1),
-        "a whole number, 1 or more",
+        _whole(1, 2**31 - 1),
+        "a whole number from 1 to 2147483647",
         "experts of each layer kept in device memory; wins over GIB and FRACTION",
     ),
     Variable(
         "gib",
-        _number(lambda value: value > 0),
-        "a number above 0",
+        _number(lambda value: 0 < value <= 2**20),
+        "a number above 0, at most 1048576",
         "GiB of device memory for the slots of all layers of one rank together; "
         "rows for overflow come on top; wins over FRACTION",
     ),
@@ -279,8 +279,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "log_interval",
-        _number(lambda value: value >= 0),
-        "a number, 0 or more",
+        _number(lambda value: value == 0 or 0.1 <= value <= 86400),
+        "0, or a number from 0.1 to 86400",
         "seconds between two lines of log about a model in use; 0 logs none",
     ),
     Variable(
@@ -307,6 +307,7 @@ def _unknown_name_warning(name: str, known: set[str]) -> str:
 
     # Compared without the prefix, which would make every name look alike.
     endings = [other.removeprefix(PREFIX) for other in sorted(known)]
-    meant = difflib.get_close_matches(name.removeprefix(PREFIX).upper(), endings, n=1)
+    meant = difflib.get_close_matches(name.removeprefix(PREFIX)[:60].upper(), endings, n=1)
+    name = name if len(name) <= 60 else name[:57] + "..."
     hint = f"did you mean {PREFIX}{meant[0]}?" if meant else "the README lists those there are"
     return f"{name!r} is not a variable of the expert cache and is ignored: {hint}"

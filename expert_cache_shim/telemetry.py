@@ -244,7 +244,10 @@ def files_of(folder: Path, suffix: str) -> list[Path]:
     that is not this user's own."""
     if folder == default_folder() and not is_own_folder(folder):
         return []
-    return list(folder.glob(f"*{suffix}"))
+    try:
+        return list(folder.glob(f"*{suffix}"))
+    except OSError:  # a name that no folder can have
+        return []
 
 
 def make_ready(folder: Path, setting: str | None, suffix: str) -> None:

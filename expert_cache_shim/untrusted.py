@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+ANY_SIZE = 2**63 - 1
 _YEAR_10000 = 253_402_300_800
 
 

@@ -105,7 +105,7 @@ def test_a_missing_file(tmp_path):
 
 
 def test_a_folder(tmp_path):
-    assert refusal("host", tmp_path) == f"{tmp_path}: Is a directory; {REMEDY}"
+    assert refusal("host", tmp_path) == f"{tmp_path}: not a regular file; {REMEDY}"
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fEL", b"#!/bin/sh\n" * 20])

@@ -11,12 +11,11 @@ import math
 import os
 from pathlib import Path
 
-from ..untrusted import open_file, read_file
+from ..untrusted import ANY_SIZE, open_file, read_file
 from . import CommandError
 from .plan_quantization import ELEMENT_BYTES, Tensor
 
 INDEX = "model.safetensors.index.json"
-MAX_FILE = 2**63 - 1
 MAX_HEADERS = 64 * 2**20  # of all files together; the index may be as long
 MAX_NAME, MAX_DIMENSIONS = 255, 16
 LFS_POINTER = b"version "  # the first eight bytes of a file that Git LFS did not fetch
@@ -67,7 +66,7 @@ def _found_files(folder: Path, index: Path) -> list[Path]:
 def _header(file: Path, room: int) -> tuple[list[Tensor], int]:
     """The tensors of a file, and the length of its header, which must be at most `room`."""
     try:
-        with open_file(file, MAX_FILE, links=True) as stream:
+        with open_file(file, ANY_SIZE, links=True) as stream:
             size = os.fstat(stream.fileno()).st_size
             start = stream.read(8)
             length = int.from_bytes(start, "little")
@@ -97,7 +96,7 @@ def _tensor(name: str, entry: dict) -> Tensor:
         raise ValueError(f"{name[:40]}... is no name or shape of a weight")
     dtype, shape = entry["dtype"], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(type(n) is int and 0 <= n <= MAX_FILE for n in (*shape, begin, end)):
+    if not all(type(n) is int and 0 <= n <= ANY_SIZE for n in (*shape, begin, end)):
         raise ValueError("its header is damaged; download it again")
     if dtype not in ELEMENT_BYTES:
         raise ValueError(f"{name} is of the type {str(dtype)[:20]!r}, which is not known here")
