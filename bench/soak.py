@@ -15,9 +15,11 @@ kernels run.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -210,17 +212,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lib", help="kernel library in place of the package's own")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ended)
     if not on_gpu:
         torch.set_num_threads(1)  # sums of small tensors
     soak = Soak(options.experts, options.record, options.seed, load_library(options.lib))
     try:
         result = run(soak, options.steps)
     except Difference as difference:
-        print(f"different, {difference}", file=sys.stderr)
+        print(f"different, {difference}", flush=True)
         return 1
-    print(", ".join(f"{name}: {value:,}" for name, value in result.items()))
+    print("equal, " + ", ".join(f"{n}: {value:,}" for n, value in result.items()), flush=True)
     return 0
 
 
+def _ended(number: int, _frame: object) -> None:
+    """A run that is cut off, by a limit of time for one, says so: its last line is a verdict, or
+    tells that there is none."""
+    print(f"ended by {signal.Signals(number).name}: no verdict", flush=True)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    faulthandler.enable()
     sys.exit(main())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from bench import soak
@@ -83,3 +86,35 @@ def test_rows_in_place_of_ids_of_a_map_are_noticed(small, monkeypatch, number):
         layer.step(small._draw(layer, (1, 1), 0, plain=True), in_graph=False)
     with pytest.raises(Difference, match=r"[1-9][0-9]* wrong row ids"):
         small.settle()
+
+
+@pytest.fixture
+def main(monkeypatch, host_library):
+    """The command, with something in place of its steps: its status."""
+    monkeypatch.setattr("sys.argv", ["soak", "--experts", "4", "--record", "256"])
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+
+    def run(steps) -> int:
+        monkeypatch.setattr(soak, "run", steps)
+        try:
+            return soak.main()
+        except SystemExit as end:
+            return end.code
+
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def differs(*_) -> None:
+    raise Difference("a byte")
+
+
+@pytest.mark.parametrize("steps, status, line", [
+    (lambda *_: {"seconds": 1}, 0, "equal, seconds: 1"),
+    (differs, 1, "different, a byte"),
+    (lambda *_: os.kill(os.getpid(), signal.SIGTERM), 143, "ended by SIGTERM: no verdict"),
+])  # fmt: skip
+def test_the_last_line_is_a_verdict_or_says_that_there_is_none(main, capsys, steps, status, line):
+    assert main(steps) == status
+    assert capsys.readouterr().out.splitlines()[-1] == line
