@@ -81,7 +81,8 @@ class Recorder:
         self._open_ring = open_ring
         self._ring: Ring | None = None
         self._ended = False
-        self._tokens = -1  # of the pass under way
+        self._layer = layers  # that came last
+        self._tokens = -1  # of the pass under way; of none, or of one that is left out, -1
 
     def record(self, layer: int, ids: torch.Tensor) -> None:
         """ids: `[tokens, top_k]` of layer number `layer` of those that are armed."""
@@ -103,15 +104,25 @@ class Recorder:
             self._ended = self._ring is None
         if self._ring is None:
             return
-        if layer == 0:
-            self._tokens = len(ids) if len(ids) <= self._ring.tokens else -1
-            if self._tokens > 0:
-                self._ring.begin(self._tokens)
+        if layer <= self._layer:  # any of them may have been given back: also the first, or last
+            self._begin(len(ids))
+        self._layer = layer
         if len(ids) != self._tokens:  # wider than the ring, or not the tokens of the first layer
             return
         self._ring.write(layer, ids)
         if layer == self._last:
+            self._end()
+
+    def _begin(self, tokens: int) -> None:
+        self._end()
+        if 0 < tokens <= self._ring.tokens:
+            self._ring.begin(tokens)
+            self._tokens = tokens
+
+    def _end(self) -> None:
+        if self._tokens > 0:
             self._ring.end()
+        self._tokens = -1
 
     def reset(self) -> None:
         if self._ring is not None:

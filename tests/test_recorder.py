@@ -109,6 +109,18 @@ def test_a_layer_that_did_not_run_has_no_experts(model):
     assert model.reader.read().ids[-2:].tolist() == ran.tolist()
 
 
+@pytest.mark.parametrize("gone", [0, LAYERS - 1], ids=["first", "last"])
+def test_passes_stay_apart_when_a_layer_is_given_back(model, gone):
+    """The one with which a pass began, or ended."""
+    ran = [model.run(2), *(model.run(2, skip=gone) for _ in range(3))]
+    for ids in ran[1:]:
+        ids[:, gone] = -1
+    rows = model.reader.read()
+    known = 2 * (3 if gone else 4)  # that one has ended shows when the next one begins
+    assert rows.ids.tolist() == np.concatenate(ran).tolist()[:known]
+    assert rows.passes.tolist() == [1, 1, 2, 2, 3, 3, 4, 4][:known]
+
+
 def test_a_pass_that_is_wider_than_the_ring_is_left_out(model):
     before = model.run(2)
     model.run(TOKENS + 1)
