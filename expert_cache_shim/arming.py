@@ -83,7 +83,8 @@ def arm_model(model: torch.nn.Module, model_config: Any) -> Report:
     report = Report("model")
     try:
         report.model = vllm_compat.model_name(model_config)
-        _reports.pop(model, None)  # or the slots of a first loading would stay while a second arms
+        # No more of it, or the slots of a first loading would stay while a second arms.
+        report.recorders = _reports.pop(model, report).recorders
         layers = list(vllm_compat.moe_layers(model))
         # What is made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):

@@ -11,8 +11,9 @@ import torch
 from synthetic import Model, RoutedExperts, kernels, load, methods
 from synthetic.checks import assert_same, assert_untouched, model_of, outputs, parts
 
-from expert_cache_shim import arming, vllm_compat
+from expert_cache_shim import arming, lifecycle, vllm_compat
 from expert_cache_shim.refusals import Candidate
+from expert_cache_shim.trace_ring import Reader
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -261,3 +262,20 @@ def test_a_vllm_that_is_newer_than_what_was_tried_is_served_with_one_line(arm, c
         assert arm(model_of(methods.UnquantizedFusedMoEMethod)).armed
     assert caplog.text.count("vLLM 9.1.0 is newer than") == 1
     arming._say_if_untried.cache_clear()
+
+
+def test_a_model_armed_again_goes_on_recording_and_hears_when_that_begins_anew(
+    arm, settings, tmp_path
+):
+    settings(trace=tmp_path / "trace")
+    model = model_of()
+    recorders = arm(model).recorders
+    outputs(model)
+    load(model)
+    assert arm(model).recorders == recorders
+    outputs(model)
+    (ring,) = (tmp_path / "trace").iterdir()
+    reader = Reader(ring)
+    assert len(reader.read().ids) == 2 * (1 + 2 + 9)
+    lifecycle.weights_changed()
+    assert reader.read().reset
