@@ -500,6 +500,12 @@ def compiles_on_cpu() -> bool:
     return mode is not None and int(mode) > 0 and not sys.modules["torch"].cuda.is_available()
 
 
+def most_tokens() -> int:
+    """Tokens of the widest step, max_num_batched_tokens (0.21-0.33); 0 where that is not known."""
+    scheduler = getattr(_current_config(), "scheduler_config", None)
+    return int(getattr(scheduler, "max_num_batched_tokens", 0) or 0)
+
+
 def device_share() -> float | None:
     """The share of device memory that vLLM may use: gpu_memory_utilization (0.21-0.33)."""
     return getattr(getattr(_current_config(), "cache_config", None), "gpu_memory_utilization", None)

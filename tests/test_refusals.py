@@ -13,7 +13,7 @@ import torch
 from synthetic import MODEL_CONFIG, Model, RoutedExperts, configs, kernels, load, methods, tuning
 from synthetic.checks import assert_untouched, model_of, parts
 
-from expert_cache_shim import arming, native
+from expert_cache_shim import arming, native, policy, vllm_compat
 from expert_cache_shim.installation import build_command
 
 pytest_plugins = ["synthetic.fixtures"]
@@ -309,6 +309,20 @@ def test_plain_storage_for_a_kernel_whose_tuned_configuration_cannot_be_kept(
     reason, remedy = refused(model_of())
     assert "tuned" in reason
     assert "EXPERT_CACHE_STORAGE=virtual" in remedy
+
+
+def test_a_graph_compiled_on_a_cpu_for_steps_wider_than_the_kernels_take(
+    refused, settings, arm, monkeypatch
+):
+    monkeypatch.setattr(vllm_compat, "compiles_on_cpu", lambda: True)
+    tokens = policy.MAX_IDS // 2  # of two experts each
+    monkeypatch.setattr(vllm_compat, "most_tokens", lambda: tokens + 1)
+    reason, remedy = refused(model_of())
+    assert f"a step may have {policy.MAX_IDS + 2} routing ids" in reason
+    assert "--max-num-batched-tokens" in remedy and "--enforce-eager" in remedy
+    monkeypatch.setattr(vllm_compat, "most_tokens", lambda: tokens)
+    model = model_of()
+    assert len(arm(model).armed) == 2
 
 
 @pytest.mark.parametrize("wanted", ["auto", "virtual"])
