@@ -135,6 +135,22 @@ def test_a_model_that_stops_half_way_may_start_again(models):
         assert_equal_pass(uncached, cached, inputs)
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_weights_that_change_between_a_preload_and_its_use(models, preloads, kept, said):
+    """Of one expert, in place; it shows where nobody says so."""
+    uncached, cached, armed = models()
+    warm, wide = inputs_of(uncached, [WIDE, WIDE])
+    assert_equal_pass(uncached, cached, warm)
+    preloads.clear()
+    assert torch.equal(call(cached[0], *wide), call(uncached[0], *wide))
+    assert preloads == [armed[1].cache]
+    for layer in (uncached[1], cached[1]):
+        layer.w13_weight.data[4].neg_()
+    if said:
+        lifecycle.weights_changed()
+    assert torch.equal(call(cached[1], *wide), call(uncached[1], *wide)) == said
+
+
 class Worker:
     """vLLM's, as far as its executions are wrapped."""
 
