@@ -150,8 +150,7 @@ def _leave_to_vllm() -> None:
     from them. No GPU serves a forked process."""
     for report in reports():
         for armed in report.armed:
-            if armed.installed:
-                armed.remove()
+            armed.remove_in_child()
 
 
 os.register_at_fork(after_in_child=_leave_to_vllm)

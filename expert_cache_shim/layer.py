@@ -257,6 +257,12 @@ class ArmedLayer:
         self._entry.remove(self)
         self._set_installed(False)
 
+    def remove_in_child(self) -> None:
+        """The same in a forked process, whose parent goes on: nothing is noted in its file."""
+        self._snapshot = None
+        if self.installed:
+            self.remove()
+
     def _set_installed(self, installed: bool) -> None:
         self.installed = installed
         if self._snapshot is not None:
