@@ -40,7 +40,10 @@ def serve(job: dict) -> dict:
 
     for plugin in job["plugins"]:
         importlib.import_module(plugin).install()
-    llm = LLM(model=job["model"], **job["engine"])
+    options = dict(job["engine"])
+    if "cpu_offload_params" in options:
+        options["cpu_offload_params"] = set(options["cpu_offload_params"])  # JSON has no sets
+    llm = LLM(model=job["model"], **options)
     try:
         answer = {"tokens": generate(llm, job), "methods": llm.apply_model(expert_methods)[0]}
         if job["scenario"]:

@@ -3,9 +3,11 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
-from engine import PROMPTS, Job, Server, offer_plugins, run, shim, snapshots_of
+import ranks
+from engine import PROMPTS, Job, Server, run, shim, snapshots_of
 
 SLOTS = 16
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
@@ -23,44 +25,27 @@ def test_a_worker_process_serves_the_same_tokens(folder, checkpoint, environment
     assert all(snapshot.total(counter) > 0 for counter in ("steps", "hits", "misses", "overflow"))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(folder, checkpoint, environment):
-    """Answers without and with the cache of two ranks that share every layer."""
-    job = Job(checkpoint("qwen3_moe"), {"tensor_parallel_size": 2})
-    settings = shim(folder / "ranks-snapshots", slots=SLOTS)
-    return [
-        run([job], folder / name, environment(**ONE_CORE_EACH, **variables))[0]
-        for name, variables in (("stock-ranks", {}), ("ranks", settings))
-    ]
-
-
 @two_cores
-def test_two_ranks_serve_the_same_tokens_and_keep_the_same_cache(folder, checkpoint, two_ranks):
-    off, on = two_ranks
-    assert on["tokens"] == off["tokens"]
-
-    first, second = snapshots_of(folder / "ranks-snapshots", checkpoint("qwen3_moe"))
-    assert {first.rank, second.rank} == {0, 1}
-    assert first.pid != second.pid
-    assert all(first.total(counter) > 0 for counter in ("steps", "hits", "misses", "overflow"))
+def test_two_ranks_serve_the_same_tokens_and_keep_the_same_cache(folder, checkpoint, environment):
+    model, place = checkpoint("qwen3_moe"), folder / "ranks"
+    answers = ranks.serve(
+        Job(model, ranks.RANKS), place, partial(environment, **ONE_CORE_EACH),
+        ways=("off", "on"), slots=SLOTS,
+    )  # fmt: skip
+    assert answers["on"]["tokens"] == answers["off"]["tokens"]
+    first, second = ranks.check_both_used_the_cache(place, model)
     # No rank asks another: both see the same routing and reach the same cache.
     assert first.counters.tolist() == second.counters.tolist()
 
 
 @pytest.fixture(scope="module")
 def expert_parallel(folder, checkpoint, environment):
-    """Answers of two ranks that have half of the experts each: without the cache, with it, and
-    with a cache that fetches the wrong experts."""
-    engine = {"dtype": "float32", "tensor_parallel_size": 2, "enable_expert_parallel": True}
-    wrong = {"VLLM_PLUGINS": "mapped_experts,wrong_expert", "EXPERT_CACHE_SNAPSHOT": "off"}
-    cases = {"off": {"EXPERT_CACHE_DISABLE": "1"}, "on": {}, "wrong expert": wrong}
-    jobs = [Job(checkpoint("qwen3_moe"), engine, variables) for variables in cases.values()]
-    settings = shim(folder / "parallel-snapshots", slots=SLOTS // 2)
-    plugins = offer_plugins(folder / "plugins", "mapped_experts", "wrong_expert")
-    settings["PYTHONPATH"] = f"{settings['PYTHONPATH']}{os.pathsep}{plugins}"
-    settings["VLLM_PLUGINS"] = "mapped_experts"
-    variables = environment(**ONE_CORE_EACH, **settings)
-    return dict(zip(cases, run(jobs, folder / "parallel", variables)))
+    """The answers of two ranks that have half of the experts each."""
+    return ranks.serve(
+        Job(checkpoint("qwen3_moe"), {**ranks.EXPERT_PARALLEL, "dtype": "float32"}),
+        folder / "parallel", partial(environment, **ONE_CORE_EACH), plugins=("mapped_experts",),
+        slots=SLOTS // 2,
+    )  # fmt: skip
 
 
 @two_cores
@@ -70,18 +55,13 @@ def test_two_expert_parallel_ranks_serve_the_same_tokens(
     assert "EP Rank 0/2" in expert_parallel["on"].log
     assert expert_parallel["off"]["tokens"] == stock["transformers"]["tokens"]
     assert expert_parallel["on"]["tokens"] == stock["transformers"]["tokens"]
-
-    ranks = snapshots_of(folder / "parallel-snapshots", checkpoint("qwen3_moe"))
-    assert {rank.rank for rank in ranks} == {0, 1}
-    for rank in ranks:
-        assert {layer["experts"] for layer in rank.layers} == {16}
-        assert all(rank.total(counter) > 0 for counter in ("hits", "misses", "overflow"))
+    found = ranks.check_both_used_the_cache(folder / "parallel", checkpoint("qwen3_moe"))
+    assert {layer["experts"] for rank in found for layer in rank.layers} == {16}
 
 
 @two_cores
-def test_wrong_experts_of_a_rank_would_change_the_tokens(expert_parallel, stock):
-    changed = zip(expert_parallel["wrong expert"]["tokens"], stock["transformers"]["tokens"])
-    assert any(tokens != right for tokens, right in changed)
+def test_wrong_experts_of_a_rank_would_change_the_tokens(expert_parallel):
+    ranks.check_wrong_experts_show(expert_parallel)
 
 
 def test_counters_outlive_a_killed_worker_of_a_server(folder, checkpoint, environment, stock):
