@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from .untrusted import make_folder
+
 _PAGE = 4096
 MAX_HEADER = 4 * 2**20  # bytes: JSON in memory can be twenty times as large
 
@@ -30,7 +32,7 @@ class MappedFile:
         text = json.dumps(header).encode()
         self.content_offset = content_start(len(text))
         self.size = self.content_offset + length
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder)
         handle, name = tempfile.mkstemp(suffix, f"{os.getpid()}-", folder)
         self.path = Path(name)
         try:

@@ -188,12 +188,13 @@ def open_snapshot(
         return None
 
 
-def read_snapshot(path: str | os.PathLike) -> Snapshot:
-    """Reads one file, while its worker runs or after it has gone.
+def read_snapshot(path: str | os.PathLike, owner: int | None = None) -> Snapshot:
+    """Reads one file, while its worker runs or after it has gone. owner: the user whose file it
+    must be.
 
     Raises SnapshotError if the file is not a whole snapshot, OSError if it cannot be read.
     """
-    data = read_file(path, _MOST)
+    data = read_file(path, _MOST, owner=owner)
     if len(data) < 16 or data[:8] != _MAGIC:
         raise SnapshotError(f"{path}: not an expert cache snapshot")
     try:
@@ -227,13 +228,15 @@ def _header(text: bytes) -> dict[str, Any]:
     return {"version": version, "lineage": processes, **known}
 
 
-def read_folder(folder: str | os.PathLike | None = None) -> list[Snapshot]:
+def read_folder(
+    folder: str | os.PathLike | None = None, owner: int | None = None
+) -> list[Snapshot]:
     """Every readable snapshot of a folder, oldest first; damaged files are left out, and so is
-    all of a default folder that is not this user's own."""
+    all of a default folder that is not this user's own. owner: only the files of this user."""
     snapshots = []
     for path in files_of(Path(folder or default_folder()), _SUFFIX):
         try:
-            snapshots.append(read_snapshot(path))
+            snapshots.append(read_snapshot(path, owner))
         except (SnapshotError, OSError):
             continue
     return sorted(snapshots, key=lambda snapshot: snapshot.started)

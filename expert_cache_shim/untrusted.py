@@ -16,18 +16,23 @@ ANY_SIZE = 2**63 - 1
 _YEAR_10000 = 253_402_300_800
 
 
-def open_file(path: str | os.PathLike, most: int, links: bool = False) -> BinaryIO:
+def open_file(
+    path: str | os.PathLike, most: int, links: bool = False, owner: int | None = None
+) -> BinaryIO:
     """A regular file of at most `most` bytes, to be read. Nothing is waited for: a pipe or a
-    device is refused. links: a link at the end of the path is followed, else refused too. Raises
-    OSError."""
+    device is refused. links: a link at the end of the path is followed, else refused too. owner:
+    the user whose file it must be. Raises OSError."""
     more = os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
 
     def opened(path: str, flags: int) -> int:
         handle = os.open(path, flags | more)
         status = os.fstat(handle)
-        if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+        own = owner is None or status.st_uid == owner
+        if stat.S_ISREG(status.st_mode) and status.st_size <= most and own:
             return handle
         os.close(handle)
+        if not own:
+            raise OSError(errno.EPERM, "another user's file", path)
         if stat.S_ISREG(status.st_mode):
             raise OSError(errno.EFBIG, f"larger than {most} bytes", path)
         raise OSError(errno.EINVAL, "not a regular file", path)
@@ -35,9 +40,11 @@ def open_file(path: str | os.PathLike, most: int, links: bool = False) -> Binary
     return open(path, "rb", opener=opened)
 
 
-def read_file(path: str | os.PathLike, most: int, links: bool = False) -> bytes:
+def read_file(
+    path: str | os.PathLike, most: int, links: bool = False, owner: int | None = None
+) -> bytes:
     """The content of such a file. Raises OSError."""
-    with open_file(path, most, links) as stream:
+    with open_file(path, most, links, owner) as stream:
         return read_at(stream, 0, min(most, os.fstat(stream.fileno()).st_size))
 
 
@@ -50,10 +57,18 @@ def read_at(stream: BinaryIO, start: int, length: int) -> bytes:
     return data
 
 
+def make_folder(folder: Path) -> None:
+    """A folder that is there afterwards; what of its path is made is for this user alone, whatever
+    the umask. Raises OSError."""
+    for part in (*reversed(folder.parents), folder):
+        if not part.is_dir():
+            part.mkdir(mode=0o700, exist_ok=True)
+
+
 def own_folder(folder: Path) -> None:
     """Makes a folder for this user alone, or finds it so. Raises OSError for one that is open to
     others, another user's, or a link: its name can be guessed, so anybody may have made it."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_folder(folder)
     if not is_own_folder(folder):
         raise PermissionError(f"{folder} is not a folder of this user alone")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -194,6 +195,48 @@ def test_a_folder_that_is_named_is_read_whoever_wrote_there(default_folder, tmp_
         for file in files:
             os.chown(file.path, 12345, 12345)
     assert what_is_found(folder) == (1, 1)
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o077])
+def test_what_is_written_is_for_its_owner_alone_whatever_the_umask(default_folder, tmp_path, umask):
+    named = tmp_path / "a" / "b" / "c"
+    before = os.umask(umask)
+    try:
+        files = [
+            telemetry.open_snapshot(None, "m", 0, [described("layers.0")]),
+            telemetry.open_snapshot(str(named), "m", 0, [described("layers.0")]),
+            ring(named),
+        ]
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(file.path.stat().st_mode) for file in files] == [0o600] * 3
+    made = (default_folder, named, named.parent, named.parent.parent)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700] * 4
+
+
+@pytest.mark.parametrize("change", [open_to_others, of_another_user, by_a_link])
+def test_nothing_is_written_to_a_default_folder_of_others(default_folder, caplog, change):
+    default_folder.mkdir(mode=0o700)
+    change(default_folder)
+    assert telemetry.open_snapshot(None, "m", 0, [described("layers.0")]) is None
+    assert "is not a folder of this user alone" in caplog.text
+    assert not list(default_folder.iterdir())
+
+
+def test_a_file_of_another_user_does_not_speak_for_this_server(default_folder, tmp_path):
+    folder = tmp_path / "named"
+    own, foreign = counters(folder), counters(folder, model="another")
+    collector = metrics.CacheCollector(folder, by_layer=False)
+
+    def models() -> set[str]:
+        return {s.labels["model"] for family in collector.collect() for s in family.samples}
+
+    assert models() == {"m", "another"}
+    if os.getuid():
+        pytest.skip("only root can give a file away")
+    os.chown(foreign.path, 12345, 12345)
+    assert models() == {"m"} and own.path.exists()
+    assert len(telemetry.read_folder(folder)) == 2
 
 
 # --- What the files say ---------------------------------------------------------------------
