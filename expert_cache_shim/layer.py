@@ -236,8 +236,8 @@ class ArmedLayer:
 
     def install(self) -> None:
         """Puts the cache in front of this layer's `apply`."""
-        self._entry.add(self)
         self._set_installed(True)
+        self._entry.add(self)  # last, so that an error before leaves nothing in vLLM's way
 
     def preload_with(self, preloader: Preloader, following: ArmedLayer | None) -> None:
         """From now on fetches the experts of `following`, the layer that runs next and whose

@@ -187,12 +187,12 @@ def harm_of_failure(site, number, arm, library: CountedLibrary, expected) -> str
     except Failure:
         return "arming raises into vLLM"
     for layer in model.routed:
-        apply = vars(layer.quant_method).get("apply")
-        if apply is not None and apply.__self__ not in report.armed:
+        armed = arming.armed_layer(layer)
+        if armed is not None and armed not in report.armed:
             return "a layer is armed that the report does not know"
     try:
         assert_same(outputs(model), expected)
     except Exception as error:
         return f"the model fails to serve: {error!r}"
-    del model, layer, apply, report
+    del model, layer, armed, report
     return "" if library.all_is_freed() else "device memory is kept"

@@ -74,7 +74,7 @@ print("none" if file is None else file.size, len(list(folder.iterdir())))
 """
 
 
-@pytest.mark.parametrize("layers, said", [(200, "none 0\n"), (1, "4160 1\n")])
+@pytest.mark.parametrize("layers, said", [(200, "none 0\n"), (1, "4168 1\n")])
 def test_a_disk_of_a_few_pages(tmp_path, layers, said):
     mount = 'mount -t tmpfs -o size=16k none "$1" && shift && exec "$@"'
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, "sh", str(tmp_path)]
