@@ -256,7 +256,7 @@ def _arm_candidates(
     built: list[tuple[Candidate, Storage, int]] = []
     for candidate in candidates:
         try:
-            check_compiled(report.model, candidate, kind)
+            check_compiled(candidate, kind)
             region = len(built) % 2 if plan.preload else 0
             built.append(_build(candidate, plan, kind, allocator, region))
         except Refusal as refusal:

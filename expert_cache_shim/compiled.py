@@ -8,7 +8,7 @@ operation, so a compiled model gives the same result with and without the cache.
 
 from __future__ import annotations
 
-import gc
+import itertools
 import weakref
 from typing import TYPE_CHECKING
 
@@ -21,22 +21,12 @@ _caches: weakref.WeakValueDictionary[str, ExpertCache] = weakref.WeakValueDictio
 
 
 def register(model: str, layer: str, cache: ExpertCache) -> str:
-    """Registers a cache for `rows`. A graph refers to it by the key returned, which is the same
-    in every process: a compiled graph may be read from disk by another one."""
-    key = _key(model, layer)
-    _caches[key] = cache
-    return key
-
-
-def is_taken(model: str, layer: str) -> bool:
-    """Whether a model of this name serves in this process: a graph would find the wrong cache."""
-    if _key(model, layer) in _caches:
-        gc.collect()  # that model may have been dropped
-    return _key(model, layer) in _caches
-
-
-def _key(model: str, layer: str) -> str:
-    return f"{model}/{layer}"
+    """Registers a cache for `rows`. A graph refers to it by the key returned, which no other
+    living cache has. The first of a layer has the same in every process, because a compiled graph
+    may be read from disk by another one; those of further engines are numbered."""
+    names = itertools.chain((model,), (f"{model}#{number}" for number in itertools.count(2)))
+    keys = (f"{name}/{layer}" for name in names)
+    return next(key for key in keys if _caches.setdefault(key, cache) is cache)
 
 
 @torch.library.custom_op("expert_cache::rows", mutates_args=())

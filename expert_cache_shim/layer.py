@@ -199,7 +199,7 @@ class ArmedLayer:
         self.top_k = vllm_compat.top_k(layer)
         self._layer = layer
         self._entry = Entry.of(layer.quant_method) or Entry(layer.quant_method)
-        self._key = compiled.register(model, name, cache)
+        self.key = compiled.register(model, name, cache)
         self.tensors = tensors
         self.rebind(tensors)
 
@@ -309,6 +309,6 @@ class ArmedLayer:
     def _apply_traced(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
         """Inside a graph: no branch on a shape, which would be baked in."""
         view = self._views[ROWS]
-        kwargs["topk_ids"] = torch.ops.expert_cache.rows(ids, self._key)
+        kwargs["topk_ids"] = torch.ops.expert_cache.rows(ids, self.key)
         kwargs["layer"] = view.layer
         return view.apply(**kwargs)

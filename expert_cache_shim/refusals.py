@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import compiled, native, policy, vllm_compat
+from . import native, policy, vllm_compat
 from .discovery import (
     ExpertTensors,
     NotExpertMajor,
@@ -252,7 +252,7 @@ def check_on_host(candidate: Candidate, library: native.Library) -> None:
         raise Refusal(RESIDENT, f"to offload {OFFLOAD}")
 
 
-def check_compiled(model: str, candidate: Candidate, storage: str) -> None:
+def check_compiled(candidate: Candidate, storage: str) -> None:
     """What a graph could not do that torch.compile makes of a layer on a CPU. Raises Refusal."""
     if not vllm_compat.compiles_on_cpu():
         return
@@ -267,12 +267,6 @@ def check_compiled(model: str, candidate: Candidate, storage: str) -> None:
             f"a step may have {most} routing ids, and a graph that is compiled on a CPU cannot "
             f"leave one of more than {policy.MAX_IDS} to vLLM",
             "lower --max-num-batched-tokens, or serve with --enforce-eager",
-        )
-    if compiled.is_taken(model, candidate.name):
-        raise Refusal(
-            "a graph that is compiled on a CPU finds its cache by the model's name, and another "
-            "engine of this process serves that model",
-            "serve with --enforce-eager, or in a process of its own",
         )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from synthetic import Model, methods
 from synthetic.checks import assert_same, model_of, outputs
 
-from expert_cache_shim import arming, lifecycle, vllm_compat
+from expert_cache_shim import compiled, lifecycle
+from expert_cache_shim.layer import ArmedLayer
 
 pytest_plugins = ["synthetic.fixtures"]
 
@@ -110,30 +113,40 @@ def test_engines_that_serve_at_the_same_time(engines):
     assert wrong == []
 
 
-def compiled_engine(arm) -> tuple[Model, arming.Report]:
-    model = model_of()
-    return model, arm(model)
-
-
-def test_one_graph_of_two_engines_would_find_the_cache_of_the_later(arm, monkeypatch):
-    """Both are of one name, and what is compiled refers to a cache by name."""
-    first = compiled_engine(arm)
-    monkeypatch.setattr(vllm_compat, "compiles_on_cpu", lambda: True)
-    second = compiled_engine(arm)
-    assert second[1].armed == []
-    reason = str(second[1].refused[0][1])
-    assert "finds its cache by the model's name" in reason and "--enforce-eager" in reason
+@pytest.fixture
+def same_model(arm, monkeypatch):
+    """Makes engines of one model, whose layers run as inside a compiled graph."""
+    monkeypatch.setattr(compiled, "_caches", weakref.WeakValueDictionary())
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    for model, _ in (first, second):
+
+    def make() -> tuple[Model, list[ArmedLayer]]:
+        model = model_of()
+        return model, arm(model).armed
+
+    return make
+
+
+def test_graphs_of_engines_of_one_model_keep_to_their_own_caches(same_model):
+    (first, layers), (second, _) = same_model(), same_model()
+    for model in (first, second, first):
         assert_same(outputs(model), outputs(model_of()))
-    del first, model
-    third = compiled_engine(arm)
-    assert len(third[1].armed) == 2
-    assert_same(outputs(third[0]), outputs(model_of()))
+    assert [layer.cache.calls() for layer in layers] == [6, 6]  # three steps, twice
+    del second, model
+    gc.collect()
+    third, _ = same_model()
+    for model in (first, third):
+        assert_same(outputs(model), outputs(model_of()))
 
 
-def test_control_with_the_later_ones_cache_the_output_would_be_wrong(arm, monkeypatch):
-    first, _ = compiled_engine(arm), compiled_engine(arm)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+def test_control_with_another_ones_cache_the_output_would_be_wrong(same_model):
+    (first, (layer, _)), (_, (other, _)) = same_model(), same_model()
+    layer.key = other.key
     with pytest.raises(AssertionError):
-        assert_same(outputs(first[0]), outputs(model_of()))
+        assert_same(outputs(first), outputs(model_of()))
+
+
+def test_keys_are_the_same_in_every_process(same_model):
+    engines = same_model(), same_model()
+    keys = [[layer.key for layer in layers] for _, layers in engines]
+    names = [f"layers.{number}.experts.routed_experts" for number in range(2)]
+    assert keys == [[f"{model}/{name}" for name in names] for model in ("synthetic", "synthetic#2")]
