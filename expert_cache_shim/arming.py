@@ -285,6 +285,8 @@ def _arm_candidates(
                 report.snapshot.note_given_back(index, True)
             _refuse_unexpected(candidate.name, error, report)
     report.armed += armed_now
+    if armed_now and vllm_compat.compiles_on_cpu():
+        vllm_compat.distinguish_graphs([layer.key for layer in armed_now])
     if report.armed:
         # Ranks of tensor parallelism keep the same cache, those of expert parallelism do not.
         if vllm_compat.tensor_parallel_rank() == 0 or candidates[0].expert_map is not None:

@@ -506,6 +506,21 @@ def most_tokens() -> int:
     return int(getattr(scheduler, "max_num_batched_tokens", 0) or 0)
 
 
+def distinguish_graphs(parts: list[str]) -> None:
+    """Makes the graphs that vLLM compiles and keeps on disk under the configuration in force
+    others than those of the same configuration without these parts.
+
+    The name of a graph is a hash that takes in VllmConfig.additional_config, a dict unless a
+    platform has a class of its own for it (0.21-0.33). vLLM drops the guards of a graph that it
+    reads, so a graph without the cache would serve a model with it, and the other way round.
+    0.25-0.33 fail to read one on a CPU, and compile anew.
+    """
+    config = _current_config()
+    if isinstance(getattr(config, "additional_config", None), dict):
+        known = config.additional_config.get("expert_cache", [])
+        config.additional_config = {**config.additional_config, "expert_cache": known + parts}
+
+
 def device_share() -> float | None:
     """The share of device memory that vLLM may use: gpu_memory_utilization (0.21-0.33)."""
     return getattr(getattr(_current_config(), "cache_config", None), "gpu_memory_utilization", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,3 +280,25 @@ def test_a_model_armed_again_goes_on_recording_and_hears_when_that_begins_anew(
     assert len(reader.read().ids) == 2 * (1 + 2 + 9)
     lifecycle.weights_changed()
     assert reader.read().reset
+
+
+def test_graphs_compiled_on_a_cpu_are_told_apart_by_the_layers_armed_in_them(
+    arm, settings, monkeypatch
+):
+    given = {"of the user": 1}
+
+    class Config:
+        compilation_config = SimpleNamespace(mode=2, static_forward_context={})
+        additional_config = given
+
+    monkeypatch.setattr(vllm_compat, "_current_config", lambda: Config)
+    settings(slots=None, fraction=1)  # refused
+    arm(model_of())
+    assert Config.additional_config is given
+
+    settings(slots=3, fraction=None, storage="virtual")
+    report = arm(model_of())
+    keys = [layer.key for layer in report.armed]
+    assert len(set(keys)) == 2
+    assert Config.additional_config == {"of the user": 1, "expert_cache": keys}
+    assert given == {"of the user": 1}

@@ -116,6 +116,13 @@ def _(release: Release) -> Iterator[Found]:
     yield none
 
 
+@fact("VllmConfig has additional_config, and its compute_hash() takes it in")
+def _(release: Release) -> Iterator[Found]:
+    config = release.module("vllm.config.vllm").cls("VllmConfig")
+    require("additional_config" in config.fields, f"{config.place} has no additional_config")
+    yield from config.method("compute_hash").reads("additional_config")
+
+
 @fact("attention layers answer get_kv_cache_spec(vllm_config)")
 def _(release: Release) -> Iterator[Found]:
     for source in release.sources("vllm.model_executor.layers.attention"):
