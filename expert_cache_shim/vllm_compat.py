@@ -19,6 +19,7 @@ What is rebound, and when that can go:
 | `Worker.update_weights` | what slots hold is stale | wrapped; afterwards the cache is emptied | same |
 | `load_weights` of the class of an armed model | the same, past the worker | wrapped; the cache is emptied before the next execution | same |
 | `Worker.execute_model` | the line above; what is fetched ahead must end before a graph is replayed; and a cache that is armed and never called must be reported | wrapped | same |
+| `VllmConfig.additional_config`, on a CPU only | a graph that vLLM compiled and kept on disk without the cache would serve a model with it | a copy that names the armed layers takes its place | no platform has its compiler trace through `apply` |
 | `prometheus_client`'s REGISTRY and `MultiProcessCollector.__init__`, when `v1.metrics.prometheus` is imported | the counters belong on vLLM's own `/metrics` | a collector is registered with the one, and with each registry that the other is | vLLM asks plugins for collectors |
 """
 
@@ -512,8 +513,8 @@ def distinguish_graphs(parts: list[str]) -> None:
 
     The name of a graph is a hash that takes in VllmConfig.additional_config, a dict unless a
     platform has a class of its own for it (0.21-0.33). vLLM drops the guards of a graph that it
-    reads, so a graph without the cache would serve a model with it, and the other way round.
-    0.25-0.33 fail to read one on a CPU, and compile anew.
+    reads, so one without the cache would serve a model with it, and the other way round. So far
+    it fails to read any on a CPU, and compiles anew (read in 0.25.1, 0.30, 0.33; run in 0.32).
     """
     config = _current_config()
     if isinstance(getattr(config, "additional_config", None), dict):
