@@ -82,6 +82,6 @@ def _report(error):
 def _log(line, error):
     import logging
 
-    from .log import logger
-
+    # By its name: what failed may be the package itself.
+    logger = logging.getLogger("vllm.expert_cache")
     logger.error(line, exc_info=error if logger.isEnabledFor(logging.DEBUG) else None)
