@@ -56,7 +56,8 @@ SLOW = (
 # Left out by `make test` and run by `make test-long`: engines that take minutes each, and what
 # `make test-release` runs anyway.
 LONG = (
-    "engine/test_compile_cache.py", "engine/test_draft_heads.py", "engine/test_dummy_steps.py",
+    "engine/test_compile_cache.py", "engine/test_compiled.py", "engine/test_draft_heads.py",
+    "engine/test_dummy_steps.py",
     "engine/test_installed.py", "engine/test_lifecycle.py", "engine/test_lora.py",
     "engine/test_pipeline.py", "engine/test_quantised.py", "engine/test_schemes.py",
     "engine/test_second_engine.py", "engine/test_speculative.py",
