@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, call, load, marlin, methods, routing
+from synthetic import Model, RoutedExperts, call, load, marlin, methods, routing, worker
 
 from expert_cache_shim import layer as layer_module
 from expert_cache_shim import lifecycle, policy
@@ -32,15 +32,8 @@ class KernelFailed(Exception):
     pass
 
 
-class Worker:
-    def __init__(self, model):
-        self.model = model
-
-    def get_model(self):
-        return self.model
-
-    def execute_model(self, step):
-        step()
+class Worker(worker.Worker):
+    execute_model = worker.Worker.execute_model  # its own: wrapped here alone
 
     def reload_weights(self):
         pass
@@ -164,20 +157,13 @@ class Combination:
             layer = model.routed[number]
             weight = layer.w2_weight.data[expert]
             weight.copy_(weight.roll(1, 0))
-        worker = self.worker
-        tell = (worker.reload_weights, worker.update_weights, worker.wake_up)
+        own = self.worker
+        tell = (own.reload_weights, own.update_weights, own.wake_up)
         self.lots.choice((*tell, lifecycle.weights_changed))()
 
     def sleep(self) -> None:
         """Of level 2: what PyTorch allocated is there again, without its content."""
-        for armed in self.report.armed:
-            cache = armed.cache
-            for tensor in (cache.state, cache.counters, *cache._tables.values()):
-                tensor.fill_(77)
-            for placement in cache.storage.placements:
-                for rows in (placement.slots, placement.scratch):
-                    if rows is not None:
-                        rows.view(torch.uint8).fill_(0xA5)
+        worker.wipe(self.report)
         self.worker.wake_up()
 
 

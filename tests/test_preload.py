@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from synthetic import Model, RoutedExperts, call, load, methods, routing
+from synthetic.worker import Worker
 
 from expert_cache_shim import layer as layer_module
 from expert_cache_shim import lifecycle
@@ -149,19 +150,6 @@ def test_weights_that_change_between_a_preload_and_its_use(models, preloads, kep
     if said:
         lifecycle.weights_changed()
     assert torch.equal(call(cached[1], *wide), call(uncached[1], *wide)) == said
-
-
-class Worker:
-    """vLLM's, as far as its executions are wrapped."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def get_model(self):
-        return self.model
-
-    def execute_model(self, step):
-        step()
 
 
 def replay(armed, inputs):

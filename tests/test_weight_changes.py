@@ -12,6 +12,7 @@ import pytest
 import torch
 from synthetic import methods
 from synthetic.checks import assert_same, model_of, outputs
+from synthetic.worker import wipe
 
 from expert_cache_shim import arming, lifecycle, telemetry, vllm_compat
 
@@ -223,19 +224,6 @@ def test_a_config_whose_new_tensor_is_not_what_was_copied_gives_the_layer_back(a
     assert report.armed == []
     assert "1 MoE layers of synthetic are no longer armed" in caplog.text
     assert_same(*map(outputs, models))
-
-
-def wipe(report):
-    """What sleep of level 2 leaves of all that PyTorch allocated; slots of virtual storage are
-    not PyTorch's, but are poisoned too."""
-    for armed in report.armed:
-        cache = armed.cache
-        for tensor in (cache.state, cache.counters, *cache._tables.values()):
-            tensor.fill_(77)
-        for placement in cache.storage.placements:
-            for rows in (placement.slots, placement.scratch):
-                if rows is not None:
-                    rows.view(torch.uint8).fill_(0xA5)
 
 
 @pytest.mark.parametrize("storage", ["virtual", "plain"])
