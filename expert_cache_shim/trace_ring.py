@@ -15,13 +15,14 @@ A reader that is more than `tokens` behind has lost what was overwritten, and co
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .mapped_file import locate
+from .mapped_file import MAX_HEADER, locate
 from .policy import MAX_EXPERTS
 from .processes import Process, is_alive
 from .trace import MAX_LAYERS, MAX_TOP_K, NO_EXPERT, Trace, TraceError, complete
@@ -87,13 +88,14 @@ class Reader:
         """Raises RingError for another kind of file, OSError if it cannot be read."""
         self.path = path
         self._file = open_file(path, _MOST)
-        data = self._file.read()
+        size = os.fstat(self._file.fileno()).st_size
+        data = read_at(self._file, 0, min(size, 16 + MAX_HEADER))
         try:
             text, self._start = locate(data, MAGIC)
             self.header = _header(json.loads(text))
             self.layout = layout = Layout(*(self.header[n] for n in ("tokens", "layers", "top_k")))
-            if self._start + layout.length != len(data):
-                raise ValueError(f"damaged ({len(data)} bytes)")
+            if self._start + layout.length != size:
+                raise ValueError(f"damaged ({size} bytes)")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise RingError(f"{path}: no recent routing: {error}") from None
         _, done, _, self._resets = self._state()
