@@ -15,15 +15,26 @@ def play(llm, generate: Callable[[], Tokens], first: str, other: str) -> dict:
     """What is served after each change, by its name; `first` and `other` are checkpoints with
     the same weights but for the experts."""
 
+    return served_after(changes(llm, first, other), llm, generate)
+
+
+def served_after(names: Iterator[str], llm, generate: Callable[[], Tokens]) -> dict[str, Tokens]:
     def served() -> Tokens:
         llm.reset_prefix_cache()  # its keys and values are those of the old weights
         return generate()
 
-    return {name: served() for name in changes(llm, first, other)}
+    return {name: served() for name in names}
 
 
 def changes(llm, first: str, other: str) -> Iterator[str]:
     """Each name is given when the change has been made."""
+    yield from replaced(llm, first, other)
+    for level in (1, 2):
+        llm.collective_rpc(sleep_and_wake, args=(level,))
+        yield f"slept {level}"
+
+
+def replaced(llm, first: str, other: str) -> Iterator[str]:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
     yield "reloaded"
 
@@ -39,10 +50,6 @@ def changes(llm, first: str, other: str) -> Iterator[str]:
 
     llm.collective_rpc(load_directly, args=(other,))
     yield "given"
-
-    for level in (1, 2):
-        llm.collective_rpc(sleep_and_wake, args=(level,))
-        yield f"slept {level}"
 
 
 def copy_in_kernel_format(worker) -> None:

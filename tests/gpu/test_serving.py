@@ -1,0 +1,131 @@
+"""Real vLLM on a GPU while its weights and its memory change, and with drafted tokens, under full
+decode graphs. Two processes of several engines each; minutes.
+
+What vLLM needs on this machine is said as for `test_engine.py`.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import engine
+import pytest
+import served
+from draft_checkpoints import write_draft_checkpoint
+from engine import PROMPTS, Answer, snapshots_of
+from served import QUARTER
+
+from examples.quantised_moe import GPU_SHAPE
+from examples.tiny_moe import Weights, qwen3_moe, write_checkpoint, write_files
+
+SHAPE = replace(GPU_SHAPE, layers=4)
+# In this order, each an engine after the other; the control stays deaf to the end of its process.
+SERVED = ("weights", "chunked", "eagle", "glm4_moe")
+DRAFTED = ("eagle", "glm4_moe")
+LAYERS = {"weights": 4, "chunked": 4, "eagle": 4, "glm4_moe": 3}
+CHANGES = (
+    "reloaded", "transferred", "copied", "given", "slept 1", "slept 2", "captured again",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_installed(library) -> None:
+    served.needs_vllm()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="module")
+def jobs(folder) -> dict[str, engine.Job]:
+    from safetensors.torch import load_file
+
+    first = str(write_checkpoint("qwen3_moe", folder / "first", SHAPE))
+    other = Weights(seed=1)
+    config = qwen3_moe(SHAPE, other)
+    experts = {name: t for name, t in other.tensors.items() if ".experts." in name}
+    write_files(folder / "other", config, load_file(f"{first}/model.safetensors") | experts)
+    drafts = {kind: str(write_draft_checkpoint(kind, folder / kind, SHAPE)) for kind in DRAFTED}
+
+    def drafted(target: str, **config: object) -> engine.Job:
+        form = {
+            "disable_log_stats": False,
+            "speculative_config": {"num_speculative_tokens": 3, **config},
+        }
+        return served.job(target, form, scenario=("drafted",))
+
+    weights = served.job(
+        first, {"enable_sleep_mode": True, "weight_transfer_config": {"backend": "files"}},
+        plugins=("file_transfer",), scenario=("device_weights", first, str(folder / "other")),
+        prompts=PROMPTS[:4], max_tokens=(8,) * 4,
+    )  # fmt: skip
+    return {
+        "weights": weights,
+        "chunked": served.job(
+            first, {"max_num_batched_tokens": 32, "enable_prefix_caching": True,
+                    "disable_log_stats": False}, scenario=("drafted",),
+        ),
+        "eagle": drafted(first, method="eagle", model=drafts["eagle"]),
+        "glm4_moe": drafted(drafts["glm4_moe"], method="mtp"),
+        "deaf": replace(weights, plugins=("file_transfer", "deaf_worker")),
+    }  # fmt: skip
+
+
+def serve(jobs, names: tuple[str, ...], folder: Path, **settings: object) -> dict[str, Answer]:
+    environment = served.environment(folder)(**settings)
+    answers = engine.run([jobs[name] for name in names], folder, environment)
+    return dict(zip(names, answers))
+
+
+@pytest.fixture(scope="module")
+def off(folder, jobs):
+    return serve(jobs, SERVED, folder / "off")
+
+
+@pytest.fixture(scope="module")
+def on(folder, jobs):
+    settings = engine.shim(folder / "snapshots", slots=QUARTER)
+    return serve(jobs, (*SERVED, "deaf"), folder / "on", **settings)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_step_uses_the_weights_that_are_there_now(change, off, on):
+    assert on["weights"][change] == off["weights"][change]
+
+
+def test_the_changes_show_in_the_tokens(off):
+    answers = off["weights"]
+    assert answers["slept 1"] == answers["given"] != answers["tokens"]
+    assert answers["tokens"] == answers["transferred"] == answers["slept 2"]
+    assert answers["captured again"] == answers["tokens"]
+    assert answers["reloaded"] != answers["tokens"] != answers["copied"]
+
+
+@pytest.mark.parametrize("change", ["reloaded", "transferred", "copied", "given", "slept 2"])
+def test_control_a_cache_that_does_not_hear_of_it_serves_other_tokens(change, off, on):
+    assert on["deaf"][change] != off["weights"][change]
+
+
+@pytest.mark.parametrize("kind", ["chunked", *DRAFTED])
+def test_wide_steps_serve_the_same_tokens(kind, off, on):
+    assert on[kind]["tokens"] == off[kind]["tokens"]
+    assert on[kind]["again"] == off[kind]["again"]
+
+
+def test_drafts_are_verified_and_the_prefix_cache_is_hit(on, off):
+    for kind in DRAFTED:
+        assert on[kind]["drafted"] == off[kind]["drafted"] > 0
+        assert on[kind]["accepted"] == off[kind]["accepted"]
+    assert on["chunked"]["prefix_hits"] > 0
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_every_layer_of_the_model_uses_the_cache_to_the_end(kind, on, jobs, folder):
+    assert on[kind]["tokens"]
+    assert served.CAPTURED in on[kind].log
+    for snapshot in snapshots_of(folder / "snapshots", jobs[kind].model):
+        assert len(snapshot.layers) == LAYERS[kind]
+        for counter in ("steps", "hits", "misses", "evictions"):
+            assert (snapshot.by_layer(counter) > 0).all(), counter
+        assert not any(snapshot.given_back)
