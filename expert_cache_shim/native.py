@@ -18,7 +18,7 @@ from typing import BinaryIO
 from .installation import build_command
 from .untrusted import ANY_SIZE, open_file
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 BACKENDS = ("hip", "cuda", "host")
 
 STATE_HEADER = 8  # int32 words before row_of[E], expert_at[E], score[E], last[E], copies[E][4]
@@ -114,6 +114,8 @@ FUNCTIONS = {
     "expert_cache_gather": ([ctypes.POINTER(Gather), c_void_p], c_int),
     "expert_cache_preload": ([ctypes.POINTER(Preload), c_void_p], c_int),
     "expert_cache_pointer_kind": ([c_void_p, ctypes.POINTER(c_int32)], c_int),
+    "expert_cache_host_register": ([c_void_p, c_uint64], c_int),
+    "expert_cache_host_unregister": ([c_void_p], c_int),
     "expert_cache_memory_granularity": ([c_int, ctypes.POINTER(c_uint64)], c_int),
     "expert_cache_memory_create": ([c_int, c_uint64, ctypes.POINTER(c_void_p)], c_int),
     "expert_cache_memory_free": ([c_void_p], c_int),
@@ -168,6 +170,14 @@ class Library:
         kind = c_int32()
         self._call("expert_cache_pointer_kind", address, ctypes.byref(kind))
         return kind.value
+
+    def register_host(self, address: int, size: int) -> None:
+        """Let the device load from and store to `size` bytes of host memory at their address."""
+        self._call("expert_cache_host_register", address, size)
+
+    def unregister_host(self, address: int) -> None:
+        """End what `register_host` began."""
+        self._call("expert_cache_host_unregister", address)
 
     def granularity(self, device: int) -> int:
         """Bytes that the size of every memory must be a multiple of."""

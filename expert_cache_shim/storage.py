@@ -22,7 +22,7 @@ import torch
 from .discovery import ExpertTensor, ExpertTensors, records
 from .layout import ALIAS_FROM, aliased_bytes, is_aliased
 from .log import logger
-from .native import HOST_READABLE, Library
+from .native import HOST_READABLE, KernelError, Library
 from .native import Tensor as TableEntry
 
 if TYPE_CHECKING:
@@ -148,19 +148,19 @@ class Allocator:
     def expose(self, file: MappedFile) -> bool:
         """Lets the device store to a file until the object is dropped. False where the driver
         does not do that."""
-        if self.device.type != "cuda":
-            return True
-        mapped = 2  # cudaHostRegisterMapped, hipHostRegisterMapped
-        runtime, address = torch.cuda.cudart(), file.address
-        error = int(runtime.cudaHostRegister(address, file.size, mapped))
-        if error == 0:
-            weakref.finalize(file, runtime.cudaHostUnregister, address).atexit = False
+        address = file.address
+        try:
+            self.library.register_host(address, file.size)
+            weakref.finalize(file, self.library.unregister_host, address).atexit = False
             if self.library.pointer_kind(address) == HOST_READABLE:
                 return True
+            reason = "the GPU cannot read it"
+        except KernelError as error:
+            reason = str(error)
         logger.warning(
-            "expert cache: the driver does not map %s (error %s), so it is not written; set "
+            "expert cache: the driver does not map %s (%s), so it is not written; set "
             "EXPERT_CACHE_SNAPSHOT and EXPERT_CACHE_TRACE to a folder in memory, such as /dev/shm",
-            file.path, error,
+            file.path, reason,
         )  # fmt: skip
         return False
 

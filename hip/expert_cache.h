@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 /* Raised by one whenever a struct, an enum or a function below changes. */
-#define EXPERT_CACHE_ABI_VERSION 4
+#define EXPERT_CACHE_ABI_VERSION 5
 
 #define EXPERT_CACHE_MAX_EXPERTS 1024
 #define EXPERT_CACHE_MAX_IDS 524288
@@ -151,6 +151,11 @@ EXPERT_CACHE_API int expert_cache_preload(const ExpertCachePreload *args, void *
 /* Where a pointer lives, by asking the driver: 0 device memory, 1 host memory the GPU can read,
  * 2 host memory the GPU cannot read. On the host build always 1. */
 EXPERT_CACHE_API int expert_cache_pointer_kind(const void *pointer, int32_t *kind);
+
+/* Lets the device load from and store to host memory at its own address, for as long as it is not
+ * unregistered. A refusal leaves no error behind in the runtime. On the host build always 0. */
+EXPERT_CACHE_API int expert_cache_host_register(void *pointer, uint64_t bytes);
+EXPERT_CACHE_API int expert_cache_host_unregister(void *pointer);
 
 /* Virtual memory: physical memories that several address ranges may map.
  * Host: memfd_create + mmap. CUDA: cuMem*. HIP: hipMem*, in chunks of at most 256 MiB. */

@@ -2,6 +2,7 @@
 #include "expert_cache.h"
 #include "platform.h"
 #include "gather.h"
+#include "host_register.h"
 #include "manage.h"
 #include "pointer_kind.h"
 #include "preload.h"
@@ -242,6 +243,15 @@ int expert_cache_preload(const ExpertCachePreload *args, void *stream) {
 int expert_cache_pointer_kind(const void *pointer, int32_t *kind) {
   if (!pointer || !kind) return EXPERT_CACHE_BAD_POINTER;
   return pointer_kind(pointer, kind);
+}
+
+int expert_cache_host_register(void *pointer, uint64_t bytes) {
+  if (!pointer) return EXPERT_CACHE_BAD_POINTER;
+  return bytes ? host_register(pointer, bytes) : EXPERT_CACHE_BAD_SIZE;
+}
+
+int expert_cache_host_unregister(void *pointer) {
+  return pointer ? host_unregister(pointer) : EXPERT_CACHE_BAD_POINTER;
 }
 
 int expert_cache_memory_granularity(int device, uint64_t *bytes) {

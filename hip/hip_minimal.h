@@ -32,6 +32,7 @@ typedef struct hipPointerAttribute_t {
   unsigned allocationFlags;
 } hipPointerAttribute_t;
 
+enum { hipHostRegisterMapped = 2 };
 enum { hipMemAllocationTypePinned = 1, hipMemLocationTypeDevice = 1 };
 enum { hipMemAllocationGranularityMinimum = 0, hipMemAccessFlagsProtReadWrite = 3 };
 
@@ -67,6 +68,8 @@ hipError_t hipGetLastError(void);
 const char *hipGetErrorString(hipError_t);
 hipError_t hipRuntimeGetVersion(int *);
 hipError_t hipPointerGetAttributes(hipPointerAttribute_t *, const void *);
+hipError_t hipHostRegister(void *, size_t, unsigned int);
+hipError_t hipHostUnregister(void *);
 hipError_t hipMemGetAllocationGranularity(size_t *, const hipMemAllocationProp *, int);
 hipError_t hipMemCreate(hipMemGenericAllocationHandle_t *, size_t, const hipMemAllocationProp *,
                         unsigned long long);

@@ -13,7 +13,8 @@ constexpr uint64_t kMaxPieceBytes = 0;
 #define EXPERT_CACHE_CUDA_FUNCTIONS(apply)                                                     \
   apply(cuInit) apply(cuDeviceGetAttribute) apply(cuMemGetAllocationGranularity)               \
   apply(cuMemCreate) apply(cuMemRelease) apply(cuMemAddressReserve) apply(cuMemAddressFree)    \
-  apply(cuMemMap) apply(cuMemUnmap) apply(cuMemSetAccess)
+  apply(cuMemMap) apply(cuMemUnmap) apply(cuMemSetAccess)                                      \
+  apply(cuMemHostRegister_v2) apply(cuMemHostUnregister)
 
 // The driver's functions, all of them or none.
 struct Functions {

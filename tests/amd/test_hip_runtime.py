@@ -21,7 +21,7 @@ EXPERTS, SLOTS, STREAM = 128, 32, 0x5EA
 MANAGE, MANAGE_GENERAL, GATHER, PRELOAD = (
     f"expert_cache_{name}_kernel" for name in ("manage", "manage_general", "gather", "preload")
 )
-LAUNCH_FAILURE = 719
+INVALID_VALUE, LAUNCH_FAILURE = 1, 719
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +146,23 @@ def kinds_of_pointers(folder: Path, answers: list[tuple[int, int, int]]) -> list
     return found
 
 
+def register_host(folder: Path) -> dict[str, Any]:
+    """Registers twice, refused at first; the calls, the refusal, and the error that it left."""
+    stand_in = StandIn(folder)
+    library = native.load("hip")
+    stand_in.fail("hipHostRegister", 1, INVALID_VALUE)
+    found: dict[str, Any] = {}
+    try:
+        library.register_host(0x1000, 8192)
+    except native.KernelError as error:
+        found["code"] = error.code
+    found["left"] = stand_in.last_error()
+    library.register_host(0x1000, 8192)
+    library.unregister_host(0x1000)
+    found["calls"] = stand_in.calls("hipHostRegister", "hipHostUnregister")
+    return found
+
+
 # ---- tests ----
 
 
@@ -214,6 +231,16 @@ def test_a_failed_launch_raises_with_the_runtime_s_words(stand_in: Path) -> None
 
 def test_bad_arguments_launch_nothing(stand_in: Path) -> None:
     assert in_new_process(refuse_arguments, stand_in) == (-2, 0)
+
+
+def test_host_memory_is_registered_and_a_refusal_leaves_no_error(stand_in: Path) -> None:
+    """torch shares the runtime, and would raise what is left there at its next launch."""
+    found = in_new_process(register_host, stand_in)
+    assert found["code"] == INVALID_VALUE and found["left"] == 0
+    register, unregister = found["calls"]
+    mapped = 2  # hipHostRegisterMapped
+    assert (register["pointer"], register["size"], register["flags"]) == (0x1000, 8192, mapped)
+    assert unregister.function == "hipHostUnregister" and unregister["pointer"] == 0x1000
 
 
 def test_pointer_kinds_follow_the_numbering_of_the_runtime(stand_in: Path) -> None:

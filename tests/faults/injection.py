@@ -66,7 +66,7 @@ class LibraryCalls:
             return call
 
         names = (
-            "pointer_kind", "granularity", "create_memory", "create_range",
+            "pointer_kind", "register_host", "granularity", "create_memory", "create_range",
             "check_architecture", "manage", "gather",
         )  # fmt: skip
         for name in names:

@@ -1,5 +1,9 @@
 """Kinds of pointers, aliased device memory, and what becomes of it."""
 
+import tempfile
+import types
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ import torch
 from bench.timing import captured
 from expert_cache_shim import native
 from expert_cache_shim.discovery import ExpertTensors
+from expert_cache_shim.mapped_file import MappedFile
 from expert_cache_shim.storage import Allocator
 
 EXPERTS, SLOTS = 16, 6
@@ -51,6 +56,23 @@ def test_a_host_tensor_that_torch_calls_a_device_tensor(library, device):
     view = get_accelerator_view_from_cpu_tensor(pinned)
     assert view.device.type == "cuda"
     assert library.pointer_kind(view.data_ptr()) == native.HOST_READABLE
+
+
+def test_host_memory_that_the_driver_does_not_map_leaves_no_error(allocator, device, caplog):
+    """A runtime remembers what it refused, and torch raises that at its next launch."""
+    nowhere = types.SimpleNamespace(path="nowhere", address=4096, size=4096)
+    assert not allocator.expose(nowhere)
+    assert "the driver does not map nowhere" in caplog.text
+    assert torch.ones(1000, device=device).sum().item() == 1000
+
+
+def test_a_file_in_memory_is_stored_to_by_the_device(allocator, device):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = MappedFile(Path(folder), ".test", b"EXPCTEST", {}, 64)
+        view = allocator.view(file)
+        view.fill_(7)
+        torch.cuda.synchronize()
+        assert file.content("u1", 64).tolist() == [7] * 64
 
 
 def test_virtual_memory_is_device_memory_and_proves_itself(library, allocator):

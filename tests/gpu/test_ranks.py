@@ -3,6 +3,9 @@
 What vLLM needs on this machine is said as for `test_engine.py`.
 """
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import engine
 import pytest
 import ranks
@@ -10,6 +13,7 @@ import served
 import torch
 from served import QUARTER
 
+from bench.jobs import temporary_folder
 from examples.quantised_moe import GPU_SHAPE, write_quantised
 
 STAGES = {"pipeline_parallel_size": 2}
@@ -28,39 +32,47 @@ def model(tmp_path_factory) -> str:
     return str(write_quantised("bf16", tmp_path_factory.mktemp("model"), GPU_SHAPE))
 
 
-def serve(job: engine.Job, folder, slots: int, **settings: object) -> dict[str, engine.Answer]:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with temporary_folder() as folder:
+        yield folder
+
+
+def serve(
+    job: engine.Job, folder: Path, slots: int, **settings: object
+) -> dict[str, engine.Answer]:
     """The answers of two ranks, each way."""
     answers = ranks.serve(job, folder, served.environment(folder), slots=slots, **settings)
     assert all(served.CAPTURED in answer.log for answer in answers.values())
     return answers
 
 
-def test_two_tensor_parallel_ranks_serve_the_same_tokens_and_keep_the_same_cache(model, tmp_path):
-    answers = serve(served.job(model, ranks.RANKS), tmp_path, slots=QUARTER)
+def test_two_tensor_parallel_ranks_serve_the_same_tokens_and_keep_the_same_cache(model, folder):
+    answers = serve(served.job(model, ranks.RANKS), folder, slots=QUARTER)
     assert answers["on"]["tokens"] == answers["off"]["tokens"]
-    first, second = ranks.check_both_used_the_cache(tmp_path, model)
+    first, second = ranks.check_both_used_the_cache(folder, model)
     assert first.counters.tolist() == second.counters.tolist()
     ranks.check_wrong_experts_show(answers)
 
 
 @pytest.mark.parametrize("scheme, form", [("bf16", {}), ("w4a16", {"moe_backend": "auto"})])
-def test_two_expert_parallel_ranks_serve_the_same_tokens(scheme, form, tmp_path):
-    model = str(write_quantised(scheme, tmp_path / "model", GPU_SHAPE))
+def test_two_expert_parallel_ranks_serve_the_same_tokens(scheme, form, folder):
+    model = str(write_quantised(scheme, folder / "model", GPU_SHAPE))
     job = served.job(model, {**ranks.EXPERT_PARALLEL, **form})
-    answers = serve(job, tmp_path, slots=QUARTER // 2, allow_inexact=1)
+    answers = serve(job, folder, slots=QUARTER // 2, allow_inexact=1)
     assert "EP Rank 0/2" in answers["on"].log
     assert answers["on"]["tokens"] == answers["off"]["tokens"]
-    found = ranks.check_both_used_the_cache(tmp_path, model)
+    found = ranks.check_both_used_the_cache(folder, model)
     experts = {layer["experts"] for rank in found for layer in rank.layers}
     assert experts == {GPU_SHAPE.experts // 2}
     ranks.check_wrong_experts_show(answers)
 
 
-def test_two_pipeline_stages_serve_the_same_tokens(model, tmp_path):
+def test_two_pipeline_stages_serve_the_same_tokens(model, folder):
     """The second one's layers are on another device than 0."""
-    answers = serve(served.job(model, STAGES), tmp_path, slots=QUARTER)
+    answers = serve(served.job(model, STAGES), folder, slots=QUARTER)
     assert answers["on"]["tokens"] == answers["off"]["tokens"]
-    found = ranks.check_both_used_the_cache(tmp_path, model)
+    found = ranks.check_both_used_the_cache(folder, model)
     names = {stage.rank: [layer["name"] for layer in stage.layers] for stage in found}
     expected = [f"model.layers.{number}.mlp.experts.routed_experts" for number in range(2)]
     assert names == {0: expected[:1], 1: expected[1:]}

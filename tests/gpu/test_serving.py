@@ -4,6 +4,7 @@ decode graphs. Two processes of several engines each; minutes.
 What vLLM needs on this machine is said as for `test_engine.py`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from draft_checkpoints import write_draft_checkpoint
 from engine import PROMPTS, Answer, snapshots_of
 from served import QUARTER
 
+from bench.jobs import temporary_folder
 from examples.quantised_moe import GPU_SHAPE
 from examples.tiny_moe import Weights, qwen3_moe, write_checkpoint, write_files
 
@@ -33,8 +35,9 @@ def vllm_installed(library) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("serving")
+def folder() -> Iterator[Path]:
+    with temporary_folder() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +127,10 @@ def test_drafts_are_verified_and_the_prefix_cache_is_hit(on, off):
 def test_every_layer_of_the_model_uses_the_cache_to_the_end(kind, on, jobs, folder):
     assert on[kind]["tokens"]
     assert served.CAPTURED in on[kind].log
-    for snapshot in snapshots_of(folder / "snapshots", jobs[kind].model):
+    model = jobs[kind].model
+    found = snapshots_of(folder / "snapshots", model)
+    assert len(found) == sum(jobs[name].model == model for name in (*SERVED, "deaf"))
+    for snapshot in found:
         assert len(snapshot.layers) == LAYERS[kind]
         for counter in ("steps", "hits", "misses", "evictions"):
             assert (snapshot.by_layer(counter) > 0).all(), counter

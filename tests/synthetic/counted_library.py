@@ -1,4 +1,4 @@
-"""The kernel library of the CPU, with its virtual memory counted."""
+"""The kernel library of the CPU, with its virtual and registered memory counted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ gc.freeze()
 
 
 class CountedLibrary(native.Library):
-    """Knows which memories and ranges it has handed out and not been given back."""
+    """Knows which memories and ranges it has handed out and not been given back, and which host
+    memory is still registered."""
 
     def __init__(self, library: native.Library) -> None:
         super().__init__(library.path, library._handle)
         self.memories: dict[int, int] = {}  # handle to bytes
         self.ranges: set[int] = set()
+        self.registered: set[int] = set()
+
+    def register_host(self, address, size):
+        super().register_host(address, size)
+        self.registered.add(address)
+
+    def unregister_host(self, address):
+        self.registered.remove(address)
+        super().unregister_host(address)
 
     def create_memory(self, device, size):
         handle = super().create_memory(device, size)
@@ -39,6 +49,6 @@ class CountedLibrary(native.Library):
         super().free_range(handle)
 
     def all_is_freed(self) -> bool:
-        if self.memories or self.ranges:
+        if self.memories or self.ranges or self.registered:
             gc.collect()
-        return not self.memories and not self.ranges
+        return not (self.memories or self.ranges or self.registered)

@@ -189,6 +189,18 @@ int hipPointerGetAttributes(struct pointer_attributes *attributes, const void *p
   return OK;
 }
 
+int hipHostRegister(void *pointer, size_t size, unsigned flags) {
+  RETURN_IF_INJECTED();
+  note("hipHostRegister pointer=%p size=%zu flags=%u", pointer, size, flags);
+  return OK;
+}
+
+int hipHostUnregister(void *pointer) {
+  RETURN_IF_INJECTED();
+  note("hipHostUnregister pointer=%p", pointer);
+  return OK;
+}
+
 /* ---- virtual memory: reservations of address space, memfds for physical memory ---- */
 
 static int live_handles, live_reservations, live_mappings;

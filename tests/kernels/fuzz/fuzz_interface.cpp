@@ -447,6 +447,9 @@ void fuzz_memory(Bytes &in) {
       EXPECT(expert_cache_memory_create(0, page, nullptr) == EXPERT_CACHE_BAD_POINTER);
       EXPECT(expert_cache_pointer_kind(nullptr, &where) == EXPERT_CACHE_BAD_POINTER);
       EXPECT(expert_cache_pointer_kind(&where, nullptr) == EXPERT_CACHE_BAD_POINTER);
+      EXPECT(expert_cache_host_register(nullptr, page) == EXPERT_CACHE_BAD_POINTER);
+      EXPECT(expert_cache_host_register(&where, 0) == EXPERT_CACHE_BAD_SIZE);
+      EXPECT(expert_cache_host_unregister(nullptr) == EXPERT_CACHE_BAD_POINTER);
     }
   }
   for (ExpertCacheRange *range : ranges) EXPECT(expert_cache_range_free(range) == EXPERT_CACHE_OK);
