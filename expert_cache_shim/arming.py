@@ -388,7 +388,9 @@ def _refuse_unexpected(name: str, error: Exception, report: Report) -> None:
         logging.ERROR if first else logging.DEBUG,
         "expert cache: unexpected error in layer %s", name, exc_info=error,
     )  # fmt: skip
+    first_line, *_ = str(error).splitlines() or [""]
     refusal = Refusal(
-        f"unexpected {type(error).__name__}: {error}", "please report the traceback in the log"
+        f"unexpected {type(error).__name__}: {first_line}",
+        "please report the traceback in the log",
     )
     report.refused.append((name, refusal))

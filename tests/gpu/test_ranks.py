@@ -77,3 +77,11 @@ def test_two_pipeline_stages_serve_the_same_tokens(model, folder):
     expected = [f"model.layers.{number}.mlp.experts.routed_experts" for number in range(2)]
     assert names == {0: expected[:1], 1: expected[1:]}
     ranks.check_wrong_experts_show(answers)
+
+
+def test_load_balancing_is_refused_and_serves_as_without_the_cache(model, folder):
+    job = served.job(model, {**ranks.EXPERT_PARALLEL, "enable_eplb": True})
+    answers = serve(job, folder, slots=QUARTER, ways=("off", "on"))
+    assert answers["on"]["tokens"] == answers["off"]["tokens"]
+    (refused,) = {line.partition("): ")[2] for line in answers["on"].cache_lines()}
+    assert "expert load balancing (EPLB) moves experts while serving" in refused
