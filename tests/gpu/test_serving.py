@@ -18,6 +18,8 @@ from served import QUARTER
 from bench.jobs import temporary_folder
 from examples.quantised_moe import GPU_SHAPE
 from examples.tiny_moe import Weights, qwen3_moe, write_checkpoint, write_files
+from expert_cache_shim import trace_ring
+from expert_cache_shim.trace_replay import Replay
 
 SHAPE = replace(GPU_SHAPE, layers=4)
 # In this order, each an engine after the other; the control stays deaf to the end of its process.
@@ -71,6 +73,10 @@ def jobs(folder) -> dict[str, engine.Job]:
         ),
         "eagle": drafted(first, method="eagle", model=drafts["eagle"]),
         "glm4_moe": drafted(drafts["glm4_moe"], method="mtp"),
+        "recorded": served.job(
+            first, environment={"EXPERT_CACHE_TRACE": str(folder / "rings"),
+                                "EXPERT_CACHE_SNAPSHOT": str(folder / "recorded")},
+        ),
         "deaf": replace(weights, plugins=("file_transfer", "deaf_worker")),
     }  # fmt: skip
 
@@ -83,13 +89,13 @@ def serve(jobs, names: tuple[str, ...], folder: Path, **settings: object) -> dic
 
 @pytest.fixture(scope="module")
 def off(folder, jobs):
-    return serve(jobs, SERVED, folder / "off")
+    return serve(jobs, (*SERVED, "recorded"), folder / "off")
 
 
 @pytest.fixture(scope="module")
 def on(folder, jobs):
     settings = engine.shim(folder / "snapshots", slots=QUARTER)
-    return serve(jobs, (*SERVED, "deaf"), folder / "on", **settings)
+    return serve(jobs, (*SERVED, "recorded", "deaf"), folder / "on", **settings)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -135,3 +141,16 @@ def test_every_layer_of_the_model_uses_the_cache_to_the_end(kind, on, jobs, fold
         for counter in ("steps", "hits", "misses", "evictions"):
             assert (snapshot.by_layer(counter) > 0).all(), counter
         assert not any(snapshot.given_back)
+
+
+def test_replay_of_what_was_recorded_counts_what_the_kernels_counted(on, off, jobs, folder):
+    """Every token of every step is there, padding too, and warm-up and capture are not."""
+    assert on["recorded"]["tokens"] == off["recorded"]["tokens"]
+    (path,) = (folder / "rings").glob(f"*{trace_ring.SUFFIX}")
+    reader = trace_ring.Reader(path)
+    found = trace_ring.to_trace(reader.header, [reader.read()])
+    counts = Replay(found, [QUARTER], "lrfu").run()
+    (snapshot,) = snapshots_of(folder / "recorded", jobs["recorded"].model)
+    assert counts.misses.sum() == snapshot.total("misses") > 0
+    assert counts.overflow.sum() == snapshot.total("overflow") > 0
+    assert found.steps * found.layers == snapshot.total("steps")
