@@ -191,5 +191,5 @@ def to_trace(header: dict[str, Any], taken: list[Rows]) -> Trace:
         "rank": header.get("rank"),
         "lost_tokens": sum(rows.lost for rows in taken),
     }
-    ids = np.where(ids < 0, NO_EXPERT, ids).astype(np.uint16)
+    ids = np.where(ids < 0, np.int32(NO_EXPERT), ids).astype(np.uint16)
     return Trace(ids, np.zeros(len(ids), np.int32), passes, complete(meta, ids))

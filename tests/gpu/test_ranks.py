@@ -4,6 +4,7 @@ What vLLM needs on this machine is said as for `test_engine.py`.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import engine
@@ -68,14 +69,15 @@ def test_two_expert_parallel_ranks_serve_the_same_tokens(scheme, form, folder):
     ranks.check_wrong_experts_show(answers)
 
 
-def test_two_pipeline_stages_serve_the_same_tokens(model, folder):
-    """The second one's layers are on another device than 0."""
+def test_two_pipeline_stages_serve_the_same_tokens(folder):
+    """Two layers each; those of the second stage are on another device than 0."""
+    model = str(write_quantised("bf16", folder / "model", replace(GPU_SHAPE, layers=4)))
     answers = serve(served.job(model, STAGES), folder, slots=QUARTER)
     assert answers["on"]["tokens"] == answers["off"]["tokens"]
     found = ranks.check_both_used_the_cache(folder, model)
     names = {stage.rank: [layer["name"] for layer in stage.layers] for stage in found}
-    expected = [f"model.layers.{number}.mlp.experts.routed_experts" for number in range(2)]
-    assert names == {0: expected[:1], 1: expected[1:]}
+    expected = [f"model.layers.{number}.mlp.experts.routed_experts" for number in range(4)]
+    assert names == {0: expected[:2], 1: expected[2:]}
     ranks.check_wrong_experts_show(answers)
 
 
