@@ -74,13 +74,6 @@ def check_served(layer: torch.nn.Module, model_config: Any, settings: Settings) 
         raise Refusal("a draft model's experts are few and resident", "nothing needs to change")
     _check_residency(layer, settings)
     _check_form(layer)
-    if vllm_compat.is_order_dependent(layer.quant_method) and not settings.allow_inexact:
-        raise Refusal(
-            "its Marlin kernel rounds by the order in which experts lie, so the output would "
-            "differ in the last bits",
-            "choose another kernel with --moe-backend, or accept that with "
-            "EXPERT_CACHE_ALLOW_INEXACT=1",
-        )
 
 
 def _check_residency(layer: torch.nn.Module, settings: Settings) -> None:
@@ -155,6 +148,12 @@ def _check_kernel(layer: torch.nn.Module, method: Any) -> None:
             "data parallelism gathers routing ids of other ranks",
             "serve with one data-parallel rank",
         )
+    if vllm_compat.is_order_dependent(method) and not vllm_compat.can_keep_order(method):
+        raise Refusal(
+            f"{type(vllm_compat.runner_of(method)).__name__} rounds by the order in which experts "
+            "lie, which cannot be kept here, so the output would differ in the last bits",
+            _OTHER_KERNEL,
+        )
 
 
 def read_expert_map(layer: torch.nn.Module, experts: int) -> np.ndarray | None:
@@ -163,8 +162,7 @@ def read_expert_map(layer: torch.nn.Module, experts: int) -> np.ndarray | None:
     handed, expert_map = vllm_compat.expert_map(layer), vllm_compat.global_to_local(layer)
     if handed is None:
         return None
-    method = layer.quant_method
-    runner = vllm_compat.fused_experts(vllm_compat.moe_kernel(method)) or method
+    runner = vllm_compat.runner_of(layer.quant_method)
     if handed is not expert_map or type(runner).__name__ not in vllm_compat.LOOK_UP_EXPERT_MAP:
         raise Refusal(
             f"{type(runner).__name__} is not known to look ids up in the layer's expert_map, as "
@@ -271,18 +269,17 @@ def check_compiled(candidate: Candidate, storage: str) -> None:
 
 
 def check_plain(method: Any) -> None:
-    experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(method))
+    runner = vllm_compat.runner_of(method)
     remedy = "use EXPERT_CACHE_STORAGE=virtual or auto"
-    if type(experts).__name__ not in vllm_compat.TAKE_FEWER_EXPERTS:
-        runner = method if experts is None else experts
+    if type(runner).__name__ not in vllm_compat.TAKE_FEWER_EXPERTS:
         raise Refusal(
             f"{type(runner).__name__} is not known to run with fewer experts than the model "
             "has, as plain storage needs",
             remedy,
         )
-    if vllm_compat.needs_tuned_config(experts) and not vllm_compat.can_keep_tuned_config(experts):
+    if vllm_compat.needs_tuned_config(runner) and not vllm_compat.can_keep_tuned_config(runner):
         raise Refusal(
-            f"the tuned configuration of {type(experts).__name__} cannot be kept in this vLLM, "
+            f"the tuned configuration of {type(runner).__name__} cannot be kept in this vLLM, "
             "and another one may change results",
             remedy,
         )

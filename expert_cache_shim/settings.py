@@ -46,7 +46,6 @@ class Settings:
     overflow: str = "auto"
     preload: str = "auto"
     allow_cpu: bool = False
-    allow_inexact: bool = False
     snapshot: str | None = None
     metrics: str = "model"
     log_interval: float = 60.0
@@ -256,13 +255,6 @@ VARIABLES: tuple[Variable, ...] = (
         "0 or 1",
         "for tests on a machine without a GPU: "
         "1 also serves layers whose weights are ordinary CPU tensors",
-    ),
-    Variable(
-        "allow_inexact",
-        _switch,
-        "0 or 1",
-        "1 also serves layers whose kernel rounds differently where experts lie in another order "
-        "(Marlin): their output may differ in the last bits from that without the cache",
     ),
     Variable(
         "snapshot",

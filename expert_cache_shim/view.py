@@ -49,7 +49,7 @@ class KernelView:
         experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(self.method))
         if fewer_rows and vllm_compat.needs_tuned_config(experts):
             vllm_compat.keep_tuned_config(experts, tensors.experts)
-        self.takes_experts = row_of is not None and vllm_compat.keep_order(experts, row_of)
+        self.takes_experts = row_of is not None and vllm_compat.keep_order(self.method, row_of)
         self.apply: Callable[..., Any] = self.method.apply
 
 

@@ -12,7 +12,7 @@ What is rebound, and when that can go:
 | `model_loader.utils.process_weights_after_loading` and every module that imported it by name | the one call after which all weights and kernels of a model are final | wrapped; the original runs first | vLLM has a post-load plugin hook |
 | `model_loader.utils.device_loading_context` | 0.33 leaves repacked experts in device memory | replaced while the function above runs | 0.33 is no longer served, or was mended |
 | `quant_method.apply` of each armed layer | the one call that has routing ids and weights together | instance attribute, no class is touched | same |
-| `moe_align_block_size` in the module of `MarlinExperts` | Marlin rounds by the order of experts in its result | replaced while a step of an armed layer runs, for its thread | Marlin's sums do not depend on that order |
+| `moe_align_block_size` in the module of `fused_marlin_moe` | Marlin rounds by the order of experts in its result | replaced while a step of an armed layer runs, for its thread | Marlin's sums do not depend on that order |
 | `get_config` of `layers.fused_moe` | a kernel on fewer rows would look up another tuned configuration | the same, with plain storage | plain storage is no longer needed |
 | `Worker.compile_or_warm_up_model` | warm-up routes dummy tokens through the cache | wrapped; afterwards the cache is emptied | same |
 | `Worker.reload_weights`, `finish_weight_update`, `reset_weights`, `wake_up` | what slots hold is stale, or gone | wrapped; afterwards the cache is emptied and bound anew | same |
@@ -235,44 +235,71 @@ LOOK_UP_EXPERT_MAP = frozenset(
 )
 
 
-# Experts classes whose kernel shares the sums over one expert's columns among workgroups by where
-# the expert comes in the order of rows, so that another order rounds differently; and methods
-# without a kernel that call the same function. Seen on an H200 with 0.25.1 (`bench.schemes`:
-# layer outputs of W4A16 and GPTQ 0.0005 to 0.004 apart); 0.21-0.33 sort by row alike.
-ORDER_DEPENDENT = frozenset(
+# What calls `fused_marlin_moe`, whose kernel shares the sums over one expert's columns among
+# workgroups by where the expert comes in the order of rows, so that another order rounds otherwise
+# (0.21-0.33; seen on an H200 with 0.25.1: without `keep_order` layer outputs of W4A16 and GPTQ
+# were 0.0005 to 0.004 apart, with it they are equal). By exact name, as above.
+CALL_FUSED_MARLIN = frozenset(
     {
         "MarlinExperts",
-        "BatchedMarlinExperts",
-        # 0.21-0.25, without a kernel.
+        # Without a kernel: 0.21; 0.21-0.22; 0.21-0.23, where its `use_marlin` is true.
         "AWQMarlinMoEMethod",
         "CompressedTensorsWNA16MarlinMoEMethod",
-        "GPTQMarlinMoEMethod",
+        "QuarkW8A8Fp8MoEMethod",
     }
 )
+# Those, what is derived from them, and one that sorts in another way (0.21-0.33).
+ORDER_DEPENDENT = CALL_FUSED_MARLIN | {"BatchedMarlinExperts"}
 
 
 def is_order_dependent(method: Any) -> bool:
-    runner = fused_experts(moe_kernel(method)) or method
-    return any(owner.__name__ in ORDER_DEPENDENT for owner in type(runner).__mro__)
+    """Whether a layer's output has other last bits where its experts lie in another order."""
+    runner = runner_of(method)
+    named = any(owner.__name__ in ORDER_DEPENDENT for owner in type(runner).__mro__)
+    return named and getattr(runner, "use_marlin", True)
 
 
-def keep_order(experts: Any, row_of: torch.Tensor) -> bool:
-    """Makes an experts object of ours sort a step's tokens by expert, as the model's own kernel
-    does, and read each expert at its row: the order of sums stays what it is without the cache.
-    `apply` then takes ids of experts and not rows. False where this cannot be done.
+def can_keep_order(method: Any) -> bool:
+    """Whether `keep_order` has its way with this method, or with a copy of it."""
+    return _sorting_module(method) is not None
+
+
+def _sorting_module(method: Any) -> Any:
+    """The module of `fused_marlin_moe`, which imports by name the `moe_align_block_size` that it
+    sorts a step's tokens by expert with (0.21-0.33). None for a method that does not come to it,
+    and where the running code does not name the one and then the other, or is traced."""
+    runner = runner_of(method)
+    if type(runner).__name__ not in CALL_FUSED_MARLIN or not is_order_dependent(method):
+        return None
+    if compiles_on_cpu():  # a graph would have no use for the rows, and not compute them
+        return None
+    function = _named_in(type(runner).apply, "fused_marlin_moe")
+    if _named_in(function, "moe_align_block_size") is None:
+        return None
+    return sys.modules.get(function.__module__)
+
+
+def _named_in(function: Any, name: str) -> Any:
+    """What a name in the code of a Python function stands for; None if it does not occur."""
+    code = getattr(function, "__code__", None)
+    return function.__globals__.get(name) if code and name in code.co_names else None
+
+
+def keep_order(method: Any, row_of: torch.Tensor) -> bool:
+    """Makes a quant method of ours sort a step's tokens by expert, as the model's own does, and
+    read each expert at its row: the order of sums stays what it is without the cache. `apply` then
+    takes ids of experts and not rows. False, and nothing is changed, where this cannot be done.
 
     row_of: int32 [E] on the device, where manage keeps the row of every routed expert.
 
-    The kernel's module imports `moe_align_block_size` by name, and its second result is the expert
-    of this rank whose weights each block of sorted tokens reads, or -1; under expert parallelism it
-    looks ids up in the map before it sorts (0.21-0.33).
+    The second result of `moe_align_block_size` is the expert of this rank whose weights each block
+    of sorted tokens reads, or -1; under expert parallelism it looks ids up in the map before it
+    sorts (0.21-0.33).
     """
-    module = sys.modules.get(type(experts).__module__)
-    if type(experts).__name__ != "MarlinExperts" or not hasattr(module, "moe_align_block_size"):
+    runner, module = runner_of(method), _sorting_module(method)
+    if module is None:
         return False
-    if compiles_on_cpu():  # a graph would have no use for the rows, and not compute them
-        return False
-    original, last = experts.apply, len(row_of) - 1
+    original, last = runner.apply, len(row_of) - 1
 
     def sort_then_look_up(align: Any) -> Any:
         def aligned(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +313,7 @@ def keep_order(experts: Any, row_of: torch.Tensor) -> bool:
         with _replaced(module, "moe_align_block_size", sort_then_look_up):
             return original(*args, **kwargs)
 
-    vars(experts)["apply"] = apply
+    vars(runner)["apply"] = apply
     return True
 
 
@@ -324,6 +351,12 @@ def prepare_finalize(kernel: Any) -> Any:
 def fused_experts(kernel: Any) -> Any:
     """0.21-0.33: FusedMoEKernel.impl.fused_experts; before `impl` existed, on the kernel."""
     return getattr(getattr(kernel, "impl", kernel), "fused_experts", None)
+
+
+def runner_of(method: Any) -> Any:
+    """What computes a step: the experts object of the method's kernel, else the method itself."""
+    experts = fused_experts(moe_kernel(method))
+    return method if experts is None else experts
 
 
 def ensure_quant_config(layer: Any) -> None:

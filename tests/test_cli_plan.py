@@ -121,15 +121,6 @@ def test_a_little_room_goes_to_slots_without_overflow_rows():
     assert found["command"][:2] == ["EXPERT_CACHE_SLOTS=1", "EXPERT_CACHE_OVERFLOW=off"]
 
 
-@pytest.mark.parametrize(
-    "quantization, accepted", [("int4", True), ("nvfp4", True), ("fp8", False)]
-)
-def test_experts_for_marlin_need_inexact_output_accepted(quantization, accepted):
-    found = report(QWEN, "--vram", "14", "--quantization", quantization)
-    assert found["budget"]["best"]
-    assert ("EXPERT_CACHE_ALLOW_INEXACT=1" in found["command"]) == accepted
-
-
 def test_types_of_experts_and_a_plan_for_another(tmp_path):
     found = report(QWEN, "--vram", "24")
     assert found["other_types"]["bf16"]["expert"] == 9437184

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, call, load, marlin, methods, routing, worker
+from synthetic import Model, RoutedExperts, call, load, marlin_methods, methods, routing, worker
 
 from expert_cache_shim import layer as layer_module
 from expert_cache_shim import lifecycle, policy
@@ -22,7 +22,7 @@ pytest_plugins = ["synthetic.fixtures"]
 
 METHODS = (
     methods.UnquantizedFusedMoEMethod, methods.Bfloat16MoEMethod, methods.Int8ChannelMoEMethod,
-    methods.Fp8BlockMoEMethod, methods.WNA16MoEMethod, marlin.OrderedMoEMethod,
+    methods.Fp8BlockMoEMethod, methods.WNA16MoEMethod, marlin_methods.OrderedMoEMethod,
 )  # fmt: skip
 SEEDS = range(24)
 EXECUTIONS = 10
@@ -68,7 +68,6 @@ class Combination:
         kinds = lots.choices(METHODS, k=lots.randint(1, 5))
         if lots.random() < 0.5:  # one kind: only layers of one shape share memory
             kinds = kinds[:1] * len(kinds)
-        self.slow = marlin.OrderedMoEMethod in kinds
         self.uncached, self.cached = (
             load(Model(*(RoutedExperts(kind, seed=n, **of_layer) for n, kind in enumerate(kinds))))
             for _ in range(2)
@@ -127,7 +126,7 @@ class Combination:
         orders = (sorted(order), order, lots.choices(order, k=len(order)), [*order, *order])
         calls = lots.choice(orders)
         known = self.cached.routed[0].global_num_experts
-        wide = 20 if self.slow else IDS_PER_EXPERT * known // self.cached.routed[0].top_k + 1
+        wide = IDS_PER_EXPERT * known // self.cached.routed[0].top_k + 1
         failing = lots.randrange(len(calls)) if lots.random() < 0.15 else None
         try:
             tokens = lots.choice((1, 1, 2, 3, wide, wide))

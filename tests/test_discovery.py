@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, load, methods
+from synthetic import Model, RoutedExperts, load, marlin_methods, methods
 
 from expert_cache_shim import arming
 from expert_cache_shim.discovery import (
@@ -92,7 +92,7 @@ def test_a_value_expanded_to_every_expert_is_left_alone():
 
 
 def test_tensors_of_the_experts_object_are_found():
-    layer = loaded(methods.MarlinMoEMethod)
+    layer = loaded(marlin_methods.MarlinMoEMethod)
     experts = layer.quant_method.moe_kernel.fused_experts
     found = [e.tensor for e in arming.discover(layer, E) if not e.names]
     assert any(t is experts.w13_g_idx for t in found)

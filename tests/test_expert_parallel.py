@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, call, kernels, load, methods
+from synthetic import Model, RoutedExperts, call, kernels, load, marlin_methods, methods
 from synthetic.checks import counters, loaded_layer, step, steps
 
 pytest_plugins = ["synthetic.fixtures"]
@@ -38,7 +38,7 @@ METHODS = [
     (methods.UnquantizedFusedMoEMethod, STORAGES),
     (methods.Int8ChannelMoEMethod, STORAGES),
     (methods.WNA16MoEMethod, STORAGES),
-    (methods.MarlinMoEMethod, STORAGES),
+    (marlin_methods.MarlinMoEMethod, STORAGES),
     (methods.Fp8CutlassMoEMethod, STORAGES[:1]),
     (methods.Fp8FallbackMoEMethod, STORAGES[:1]),
     (MoeWNA16Method, STORAGES[:1]),

@@ -50,7 +50,6 @@ DOCUMENTED = {
     "overflow": lambda v: v in ("auto", "on", "off"),
     "preload": lambda v: v in ("auto", "on", "off"),
     "allow_cpu": lambda v: type(v) is bool,
-    "allow_inexact": lambda v: type(v) is bool,
     "snapshot": lambda v: bool(v),
     "metrics": lambda v: v in ("model", "layer", "off"),
     "log_interval": lambda v: v == 0 or 0.1 <= v <= 86400,

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, call, kernels, load, methods, tuning
+from synthetic import Model, RoutedExperts, call, kernels, load, marlin_methods, methods, tuning
 from synthetic.checks import counters, step, steps
 
 from expert_cache_shim import layer as layer_module
@@ -23,7 +23,7 @@ METHODS = [
     methods.Fp8BlockMoEMethod,
     methods.Fp8TensorMoEMethod,
     methods.WNA16MoEMethod,
-    methods.MarlinMoEMethod,
+    marlin_methods.MarlinMoEMethod,
 ]
 # Kernels that plain storage does not serve, since they may need as many rows as experts.
 FULL_SIZE_METHODS = [
@@ -99,7 +99,9 @@ def test_control_a_wrong_expert_changes_the_output(pair, monkeypatch, method):
     run = armed.cache.run
 
     def confused(ids, *how):
-        rows = run(ids, *how)
+        rows, row_of = run(ids, *how), armed.cache.row_of
+        routed = ids.unique()
+        row_of[routed] = row_of[routed.flip(0)]  # where the kernel is given experts
         return rows.flip(-1)  # each expert of a token with the weight of the other
 
     monkeypatch.setattr(armed.cache, "run", confused)
@@ -156,7 +158,7 @@ def test_an_override_of_the_tuned_configuration_is_respected_and_left(pair, monk
     assert tuning.package.get_config() is override
 
 
-@pytest.mark.parametrize("method", [methods.Fp8TensorMoEMethod, methods.MarlinMoEMethod])
+@pytest.mark.parametrize("method", [methods.Fp8TensorMoEMethod, marlin_methods.MarlinMoEMethod])
 def test_control_a_small_tensor_left_behind_changes_the_output(pair, method):
     uncached, cached, armed = pair(method)
     for placement in armed.cache.storage.placements:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, call, configs, load, methods
+from synthetic import Model, RoutedExperts, call, configs, load, marlin_methods, methods
 from synthetic.checks import counters, loaded_layer, step, steps
 
 from expert_cache_shim import native
@@ -191,7 +191,7 @@ def chain(method):
         methods.Fp8TensorMoEMethod,
         methods.Fp8FallbackMoEMethod,
         methods.WNA16MoEMethod,
-        methods.MarlinMoEMethod,
+        marlin_methods.MarlinMoEMethod,
         methods.LegacyMoEMethod,
         methods.LazyLegacyMoEMethod,
         methods.LayerReadingMoEMethod,

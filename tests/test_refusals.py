@@ -10,7 +10,18 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from synthetic import MODEL_CONFIG, Model, RoutedExperts, configs, kernels, load, methods, tuning
+from synthetic import (
+    MODEL_CONFIG,
+    Model,
+    RoutedExperts,
+    configs,
+    kernels,
+    load,
+    marlin,
+    marlin_methods,
+    methods,
+    tuning,
+)
 from synthetic.checks import assert_untouched, model_of, parts
 
 from expert_cache_shim import arming, native, policy, vllm_compat
@@ -33,14 +44,14 @@ def test_a_monolithic_method(refused):
     assert "--moe-backend triton" in remedy
 
 
-def test_a_kernel_that_rounds_by_the_order_of_experts(refused, settings, arm):
-    model = load(Model(RoutedExperts(methods.MarlinMoEMethod)))
-    settings(allow_inexact=0)
-    reason, remedy = refused(model)
-    assert "Marlin" in reason and "last bits" in reason
-    assert "EXPERT_CACHE_ALLOW_INEXACT=1" in remedy
-    settings(allow_inexact=1)
-    assert len(arm(model).armed) == 1
+def test_a_kernel_that_rounds_by_an_order_that_is_not_kept_for_it(refused):
+    class BatchedMethod(marlin_methods.OrderedMoEMethod):
+        def make_experts(self, layer):
+            return marlin.BatchedMarlinExperts(self.moe, self.moe_quant_config)
+
+    reason, remedy = refused(model_of(BatchedMethod))
+    assert "BatchedMarlinExperts rounds by the order in which experts lie" in reason
+    assert "--moe-backend" in remedy
 
 
 def test_lora(refused):

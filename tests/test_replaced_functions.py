@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from synthetic import Model, RoutedExperts, kernels, load, marlin, methods, tuning
+from synthetic import Model, RoutedExperts, kernels, load, marlin, marlin_methods, methods, tuning
 from synthetic.checks import assert_same, model_of, outputs
 
 from expert_cache_shim import vllm_compat
@@ -20,7 +20,7 @@ pytest_plugins = ["synthetic.fixtures"]
 
 # A method, the storage with which its step replaces a function, and that function.
 CASES = [
-    (marlin.OrderedMoEMethod, "virtual", marlin, "moe_align_block_size"),
+    (marlin_methods.OrderedMoEMethod, "virtual", marlin, "moe_align_block_size"),
     (methods.UnquantizedFusedMoEMethod, "plain", tuning.package, "get_config"),
 ]
 

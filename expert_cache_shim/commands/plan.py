@@ -24,9 +24,6 @@ MEMORY_RATE = 1e12  # bytes a second of device memory
 MOST_SECONDS = 10  # that a config.json may take to be understood; real ones take a tenth
 CONTEXT = 8192  # tokens, where neither the user nor the model says less
 GIB = 2**30
-# What vLLM serves with Marlin on most NVIDIA GPUs. Such layers are armed only where output that
-# differs in the last bits is accepted.
-FOR_MARLIN = ("int4", "mxfp4", "nvfp4")
 
 
 def plan(
@@ -104,7 +101,7 @@ def plan(
         "other_types": _other_types(described, sizes, budget, machine, load),
         "command": command_line(
             model if path != Path(model) else str(path.parent), described, load, budget,
-            utilization, kv_dtype, quantization,
+            utilization, kv_dtype,
         ),
     }  # fmt: skip
     if as_json:
@@ -256,8 +253,7 @@ def _other_types(
 
 
 def command_line(
-    name: str, model: Model, load: Load, budget: Budget, utilization: float, kv_dtype: str,
-    quantization: str | None,
+    name: str, model: Model, load: Load, budget: Budget, utilization: float, kv_dtype: str
 ) -> list[str]:  # fmt: skip
     """Words of a shell command; the part that says what the cache takes comes first."""
     words = ["vllm", "serve", shlex.quote(name)]
@@ -274,6 +270,4 @@ def command_line(
         words += ["--moe-backend", "marlin"]  # of those for MXFP4, the one that plan_sizes is for
     variables = [f"EXPERT_CACHE_SLOTS={budget.best}"]
     variables += [] if budget.overflow else ["EXPERT_CACHE_OVERFLOW=off"]
-    stored_as = quantization or model.quantization.label
-    variables += ["EXPERT_CACHE_ALLOW_INEXACT=1"] if stored_as in FOR_MARLIN else []
     return [*variables, *words]

@@ -49,9 +49,7 @@ def settings(monkeypatch, tmp_path, vllm_modules):
             else:
                 monkeypatch.setenv(variable, str(value))
 
-    set_variables(
-        allow_cpu=1, allow_inexact=1, slots=3, snapshot=tmp_path / "snapshots", log_interval=0
-    )  # fmt: skip
+    set_variables(allow_cpu=1, slots=3, snapshot=tmp_path / "snapshots", log_interval=0)
     return set_variables
 
 

@@ -119,22 +119,6 @@ class CutlassExpertsFp8(FusedMoEExperts):
         return super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
 
 
-class MarlinExperts(FusedMoEExperts):
-    """0.21-0.28: per-expert index tensors on the object itself, in no config."""
-
-    def __init__(self, moe_config, quant_config, w13_g_idx, w2_g_idx):
-        super().__init__(moe_config, quant_config)
-        self.w13_g_idx = w13_g_idx
-        self.w2_g_idx = w2_g_idx
-
-    def apply(self, hidden_states, w1, w2, topk_weights, topk_ids, expert_map):
-        rows = rows_of(topk_ids, expert_map)
-        shifts = self.w13_g_idx.sum(1) - self.w2_g_idx.sum(1)
-        shift = torch.where(rows >= 0, shifts[rows.clamp_min(0)], 0).sum(1)
-        out = super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
-        return out + shift.unsqueeze(-1).to(out.dtype)
-
-
 class TritonOrDeepGemmExperts(FusedMoEExperts):
     """experts/fallback.py: two experts objects in one, each with its own reference to the
     config. The choice between them depends on the step."""

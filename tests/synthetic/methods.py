@@ -224,18 +224,6 @@ class WNA16MoEMethod(FusedMoEMethodBase):
         )
 
 
-class MarlinMoEMethod(WNA16MoEMethod):
-    """0.21-0.28 with act-order: the index tensors are held by the experts object alone."""
-
-    def make_experts(self, layer):
-        random = torch.Generator().manual_seed(5)
-        index = [
-            torch.randint(0, 3, (layer.experts, columns), generator=random, dtype=torch.int32)
-            for _, _, columns in layer.projections()
-        ]
-        return kernels.MarlinExperts(self.moe, self.moe_quant_config, *index)
-
-
 class LegacyMoEMethod(Int8ChannelMoEMethod):
     """Builds no kernel; `apply` hands `self.moe_quant_config` to a function (0.21-0.25)."""
 

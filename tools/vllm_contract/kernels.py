@@ -180,3 +180,64 @@ def _(release: Release) -> Iterator[Found]:
     method = config.method("config_name")
     require(method.parameters == ["dtype"], f"{method.place} takes {method.parameters}")
     yield method
+
+
+MARLIN = f"{FUSED_MOE}.experts.marlin_moe"
+
+
+@fact("fused_marlin_moe sorts by moe_align_block_size, a name of its module, and once")
+def _(release: Release) -> Iterator[Found]:
+    source = release.module(MARLIN)
+    imported = source.imports("moe_align_block_size")
+    require(imported, f"{source.name} does not import it")
+    yield imported
+    function = source.function("fused_marlin_moe")
+    require(not function.decorators, f"{function.place} is decorated")
+    wanted = (
+        "moe_align_block_size(topk_ids, block_size_m, global_num_experts, expert_map, "
+        "ignore_invalid_experts=True)"
+    )
+    calls = list(function.calls("moe_align_block_size"))
+    require([call.text for call in calls] == [wanted], f"{function.place} calls it otherwise")
+    yield from calls
+
+
+@fact("moe_align_block_size returns the experts of blocks second")
+def _(release: Release) -> Iterator[Found]:
+    function = release.module(f"{FUSED_MOE}.moe_align_block_size").function("moe_align_block_size")
+    yield from function.returns("sorted_ids", "expert_ids", "num_tokens_post_pad")
+
+
+def _calls_fused_marlin(name: str, until: str = "") -> None:
+    @fact(f"{name} calls fused_marlin_moe by its name", until=until)
+    def _(release: Release) -> Iterator[Found]:
+        experts = release.cls(name)
+        apply = experts.method("apply")
+        require(not apply.decorators, f"{apply.place} is decorated")
+        chosen = experts.attributes.get("use_marlin")
+        always = chosen is None or chosen.text == "self.use_marlin = True"
+        chooses = bool(list(apply.reads("use_marlin")))
+        require(chooses != always, f"{apply.place} does not go by {experts.name}.use_marlin")
+        yield from apply.calls("fused_marlin_moe")
+
+
+_calls_fused_marlin("MarlinExperts")
+_calls_fused_marlin("AWQMarlinMoEMethod", until="0.21")
+_calls_fused_marlin("CompressedTensorsWNA16MarlinMoEMethod", until="0.22")
+_calls_fused_marlin("QuarkW8A8Fp8MoEMethod", until="0.23")
+
+
+@fact("nothing else comes to Marlin's kernel for experts, but BatchedMarlinExperts")
+def _(release: Release) -> Iterator[Found]:
+    known = {
+        "moe_wna16_marlin_gemm": {"_fused_marlin_moe"},
+        "_fused_marlin_moe": {"fused_marlin_moe", "batched_fused_marlin_moe"},
+        "fused_marlin_moe": vllm_compat.CALL_FUSED_MARLIN,
+        "batched_fused_marlin_moe": vllm_compat.ORDER_DEPENDENT - vllm_compat.CALL_FUSED_MARLIN,
+    }
+    for name, callers in known.items():
+        for source in release.sources("vllm.model_executor", mentioning=name):
+            for part in (*source.functions.values(), *source.classes.values()):
+                for call in part.calls(name):
+                    require(part.name in callers, f"{part.name} calls it at {call.place}")
+                    yield call

@@ -93,6 +93,13 @@ class Found:
             if isinstance(node, ast.Call) and _last_name(node.func) == name:
                 yield Found(self.source, node)
 
+    def returns(self, *names: str) -> Iterator[Found]:
+        """Where a tuple of these names is returned."""
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+                if [ast.unparse(part) for part in node.value.elts] == list(names):
+                    yield Found(self.source, node)
+
     def reads(self, *names: str) -> Iterator[Found]:
         """Where an attribute of one of these names is read, of whatever object."""
         for node in ast.walk(self.node):
