@@ -48,6 +48,11 @@ class Report:
     snapshot: telemetry.SnapshotFile | None = None
     recorders: list[Recorder] = field(default_factory=list)  # one a device, where asked for
 
+    def refuse(self, name: str, refusal: Refusal) -> None:
+        """Remembers why a layer is not armed, and not the frames that it was found out in: they
+        hold the model, and a model that is held by its own report is never freed."""
+        self.refused.append((name, Refusal(refusal.reason, refusal.remedy)))
+
     def end_preloads(self) -> None:
         """After this no layer's experts are on their way to overflow rows."""
         for preloader in {layer.preloader for layer in (*self.armed, *self.retired)}:
@@ -119,7 +124,7 @@ def _rebind_armed(layers: list, report: Report) -> list:
             else:
                 report.armed.append(armed)
         except Refusal as refusal:
-            report.refused.append((name, refusal))
+            report.refuse(name, refusal)
         except Exception as error:
             _refuse_unexpected(name, error, report)
     return remaining
@@ -214,7 +219,7 @@ def _candidates(
         try:
             yield inspect(name, layer, model_config, settings)
         except Refusal as refusal:
-            report.refused.append((name, refusal))
+            report.refuse(name, refusal)
         except Exception as error:
             _refuse_unexpected(name, error, report)
 
@@ -241,7 +246,7 @@ def _offloaded(
         try:
             check_on_host(candidate, library)
         except Refusal as refusal:
-            report.refused.append((candidate.name, refusal))
+            report.refuse(candidate.name, refusal)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
         else:
@@ -260,7 +265,7 @@ def _arm_candidates(
             region = len(built) % 2 if plan.preload else 0
             built.append(_build(candidate, plan, kind, allocator, region))
         except Refusal as refusal:
-            report.refused.append((candidate.name, refusal))
+            report.refuse(candidate.name, refusal)
         except Exception as error:
             _refuse_unexpected(candidate.name, error, report)
     if built:
@@ -393,4 +398,4 @@ def _refuse_unexpected(name: str, error: Exception, report: Report) -> None:
         f"unexpected {type(error).__name__}: {first_line}",
         "please report the traceback in the log",
     )
-    report.refused.append((name, refusal))
+    report.refuse(name, refusal)
