@@ -148,12 +148,18 @@ def _check_kernel(layer: torch.nn.Module, method: Any) -> None:
             "data parallelism gathers routing ids of other ranks",
             "serve with one data-parallel rank",
         )
-    if vllm_compat.is_order_dependent(method) and not vllm_compat.can_keep_order(method):
-        raise Refusal(
-            f"{type(vllm_compat.runner_of(method)).__name__} rounds by the order in which experts "
-            "lie, which cannot be kept here, so the output would differ in the last bits",
-            _OTHER_KERNEL,
-        )
+    if not vllm_compat.is_served(method):
+        _refuse_unproven(method)
+
+
+def _refuse_unproven(method: Any) -> None:
+    name = type(vllm_compat.runner_of(method)).__name__
+    reason = f"it is not proven that {name} gives the same result wherever an expert lies"
+    if vllm_compat.uses_aiter(method):
+        raise Refusal(reason, "set VLLM_ROCM_USE_AITER_MOE=0")
+    if vllm_compat.moe_kernel(method) is None:
+        raise Refusal(reason, "serve the model in another quantisation")
+    raise Refusal(reason, f"{_OTHER_KERNEL}, for example triton, or marlin for 4-bit weights")
 
 
 def read_expert_map(layer: torch.nn.Module, experts: int) -> np.ndarray | None:
@@ -167,8 +173,7 @@ def read_expert_map(layer: torch.nn.Module, experts: int) -> np.ndarray | None:
         raise Refusal(
             f"{type(runner).__name__} is not known to look ids up in the layer's expert_map, as "
             "expert parallelism needs",
-            "choose a kernel that does, for example --moe-backend triton, or serve without "
-            "--enable-expert-parallel",
+            "serve without --enable-expert-parallel",
         )
     found = expert_map.to("cpu", torch.int32).numpy()
     try:

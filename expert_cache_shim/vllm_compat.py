@@ -190,16 +190,17 @@ def _parallel_config(layer: Any) -> Any:
 # different ranks would mix.
 LOCAL_PREPARE_FINALIZE = "MoEPrepareAndFinalizeNoDPEPModular"
 
-# Experts classes that take weights of S rows while the model has E experts: they read the
-# number of experts from the weights only. Read in source, 0.21-0.33 (CPU forms from 0.23 on);
-# the CPU and Triton forms were also run. `plain` storage serves these and refuses the rest.
-# By exact name: a class derived from one of these may do otherwise (the emulations of narrow
-# formats unpack inside apply, and AITER's do not use the tuned configuration at all).
-TAKE_FEWER_EXPERTS = frozenset(
+# What computes a step is served by exact name, and nothing else is: a class derived from one of
+# these may do otherwise. Names are of experts classes, or of quant methods that build no kernel
+# and call a function themselves (see `runner_of`).
+#
+# Served means: proven to give a layer the same bits wherever its experts lie, on an H200 with
+# 0.25.1 (TritonExperts, MarlinExperts, CutlassExpertsFp8, TritonOrCutlassExperts) or on a CPU with
+# 0.32.0 (CPUUnquantizedExperts), or to come to the same functions by the sources of 0.21-0.33.
+
+# For CPUs (modular from 0.30 on). They ignore `expert_map`, and would read beyond their weights.
+ON_CPU = frozenset(
     {
-        "TritonExperts",
-        "TritonWNA16Experts",
-        "MarlinExperts",
         "CPUUnquantizedExperts",
         "X86CPUUnquantizedExperts",
         "ArmCPUUnquantizedExperts",
@@ -210,35 +211,10 @@ TAKE_FEWER_EXPERTS = frozenset(
     }
 )
 
-
-# Experts classes that find an expert's row by looking its id up in the `expert_map` they are
-# handed, whatever it holds, and methods without a kernel that hand it to functions which do.
-# Read in source, 0.21-0.33. Others work out the rank's ids from its number (FlashInfer), or
-# ignore the map (the CPU forms of 0.30-0.33, which would read beyond their weights).
-# By exact name, as above.
-LOOK_UP_EXPERT_MAP = frozenset(
-    {
-        "TritonExperts",
-        "TritonWNA16Experts",
-        "MarlinExperts",
-        "DeepGemmExperts",
-        "CutlassExpertsFp8",
-        "TritonOrDeepGemmExperts",
-        "TritonOrCutlassExperts",
-        # 0.21-0.25, without a kernel.
-        "AWQMarlinMoEMethod",
-        "CompressedTensorsWNA16MarlinMoEMethod",
-        "CompressedTensorsWNA16MoEMethod",
-        "MoeWNA16Method",
-        "QuarkW8A8Int8MoEMethod",
-    }
-)
-
-
 # What calls `fused_marlin_moe`, whose kernel shares the sums over one expert's columns among
 # workgroups by where the expert comes in the order of rows, so that another order rounds otherwise
 # (0.21-0.33; seen on an H200 with 0.25.1: without `keep_order` layer outputs of W4A16 and GPTQ
-# were 0.0005 to 0.004 apart, with it they are equal). By exact name, as above.
+# were 0.0005 to 0.004 apart, with it they are equal).
 CALL_FUSED_MARLIN = frozenset(
     {
         "MarlinExperts",
@@ -248,32 +224,69 @@ CALL_FUSED_MARLIN = frozenset(
         "QuarkW8A8Fp8MoEMethod",
     }
 )
-# Those, what is derived from them, and one that sorts in another way (0.21-0.33).
-ORDER_DEPENDENT = CALL_FUSED_MARLIN | {"BatchedMarlinExperts"}
+
+# Without a kernel, what calls `fused_experts`, which launches the kernels of the Triton experts:
+# 0.21-0.26 the first two; Quark's int8 from 0.27 on for static activations only; Quark's fp8 in
+# 0.21-0.23. For 4-bit weights and few tokens the first two come to `moe_wna16_gemm` on NVIDIA.
+ON_NVIDIA_OTHERWISE = frozenset({"CompressedTensorsWNA16MoEMethod", "MoeWNA16Method"})
+CALL_FUSED_EXPERTS = ON_NVIDIA_OTHERWISE | {"QuarkW8A8Int8MoEMethod", "QuarkW8A8Fp8MoEMethod"}
+
+# Take weights of S rows while the model has E experts: they read the number of experts from the
+# weights only. `plain` storage serves these and refuses the rest.
+TAKE_FEWER_EXPERTS = ON_CPU | {"TritonExperts", "TritonWNA16Experts", "MarlinExperts"}
+
+# The last two hand weights in bfloat16 to TritonExperts, unpacked while loading (from 0.26 on) or
+# in each step (from 0.24 on), value by value.
+SERVED = (TAKE_FEWER_EXPERTS | CALL_FUSED_MARLIN | CALL_FUSED_EXPERTS) | {
+    "CutlassExpertsFp8",
+    "TritonOrCutlassExperts",
+    "Int4EmulationTritonExperts",
+    "Mxfp8EmulationTritonExperts",
+}
+
+# Find an expert's row by looking its id up in the `expert_map` they are handed, whatever it holds.
+LOOK_UP_EXPERT_MAP = SERVED - ON_CPU
 
 
-def is_order_dependent(method: Any) -> bool:
-    """Whether a layer's output has other last bits where its experts lie in another order."""
+def is_served(method: Any) -> bool:
+    """Whether a layer's result is known not to depend on where its experts lie."""
+    name = type(runner_of(method)).__name__
+    if name not in SERVED or uses_aiter(method):
+        return False
+    if name in ON_NVIDIA_OTHERWISE and _is_nvidia():
+        return False
+    return not _is_order_dependent(method) or _sorting_module(method) is not None
+
+
+def uses_aiter(method: Any) -> bool:
+    """Kernels of AITER, by the name of their class (0.21-0.33), or by an attribute of the methods
+    of Quark that choose them in `apply` (0.21-0.23). VLLM_ROCM_USE_AITER_MOE turns them off."""
     runner = runner_of(method)
-    named = any(owner.__name__ in ORDER_DEPENDENT for owner in type(runner).__mro__)
-    return named and getattr(runner, "use_marlin", True)
+    chosen = getattr(runner, "rocm_aiter_moe_enabled", False)
+    return chosen or type(runner).__name__.startswith("Aiter")
 
 
-def can_keep_order(method: Any) -> bool:
-    """Whether `keep_order` has its way with this method, or with a copy of it."""
-    return _sorting_module(method) is not None
+def _is_nvidia() -> bool:
+    """platforms.current_platform.is_cuda() is false for AMD (0.21-0.33)."""
+    platform = getattr(_imported("vllm.platforms"), "current_platform", None)
+    return platform is not None and platform.is_cuda()
+
+
+def _is_order_dependent(method: Any) -> bool:
+    """Whether a layer's output has other last bits where its experts are sorted otherwise."""
+    runner = runner_of(method)
+    return type(runner).__name__ in CALL_FUSED_MARLIN and getattr(runner, "use_marlin", True)
 
 
 def _sorting_module(method: Any) -> Any:
     """The module of `fused_marlin_moe`, which imports by name the `moe_align_block_size` that it
     sorts a step's tokens by expert with (0.21-0.33). None for a method that does not come to it,
     and where the running code does not name the one and then the other, or is traced."""
-    runner = runner_of(method)
-    if type(runner).__name__ not in CALL_FUSED_MARLIN or not is_order_dependent(method):
+    if not _is_order_dependent(method):
         return None
     if compiles_on_cpu():  # a graph would have no use for the rows, and not compute them
         return None
-    function = _named_in(type(runner).apply, "fused_marlin_moe")
+    function = _named_in(type(runner_of(method)).apply, "fused_marlin_moe")
     if _named_in(function, "moe_align_block_size") is None:
         return None
     return sys.modules.get(function.__module__)

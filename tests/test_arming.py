@@ -171,7 +171,7 @@ def test_weights_that_are_processed_again_are_served_with_their_new_kernel(
 
 
 def test_a_new_kernel_over_weights_that_did_not_move_is_the_one_that_runs(arm):
-    class VersionedExperts(kernels.FusedMoEExperts):
+    class TritonExperts(kernels.TritonExperts):  # only what is named so is served
         version = 0
 
         def apply(self, hidden_states, **arguments):
@@ -179,7 +179,7 @@ def test_a_new_kernel_over_weights_that_did_not_move_is_the_one_that_runs(arm):
 
     class Method(methods.Int8ChannelMoEMethod):
         def make_experts(self, layer):
-            experts = VersionedExperts(self.moe, self.moe_quant_config)
+            experts = TritonExperts(self.moe, self.moe_quant_config)
             experts.version = getattr(layer, "version", 0)
             return experts
 

@@ -42,10 +42,10 @@ SCALED = WEIGHTS | {"w13_weight_scale", "w2_weight_scale"}
         (methods.UnquantizedFusedMoEMethod, {"has_bias": True}, WEIGHTS | {"w13_bias", "w2_bias"}),
         (methods.Int8ChannelMoEMethod, {}, SCALED),
         (methods.Fp8BlockMoEMethod, {}, SCALED),
-        (methods.Fp8FallbackMoEMethod, {}, SCALED),
-        (methods.LegacyMoEMethod, {}, SCALED),
-        (methods.LazyLegacyMoEMethod, {}, SCALED),
-        (methods.LayerReadingMoEMethod, {}, SCALED),
+        (methods.Fp8FallbackMoEMethod, {}, SCALED | {"fused_experts.experts.ab_strides1"}),
+        (methods.QuarkW8A8Int8MoEMethod, {}, SCALED),
+        (methods.CompressedTensorsWNA16MoEMethod, {}, SCALED),
+        (methods.MoeWNA16Method, {}, SCALED),
     ],
 )
 def test_the_tensors_of_each_scheme_are_found(method, options, names):

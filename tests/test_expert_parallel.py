@@ -30,10 +30,6 @@ def map_of(rank: int, placement: str) -> torch.Tensor:
     return expert_map
 
 
-class MoeWNA16Method(methods.LegacyMoEMethod):
-    """By name one of those that hand the map to vLLM's functions."""
-
-
 METHODS = [
     (methods.UnquantizedFusedMoEMethod, STORAGES),
     (methods.Int8ChannelMoEMethod, STORAGES),
@@ -41,7 +37,7 @@ METHODS = [
     (marlin_methods.MarlinMoEMethod, STORAGES),
     (methods.Fp8CutlassMoEMethod, STORAGES[:1]),
     (methods.Fp8FallbackMoEMethod, STORAGES[:1]),
-    (MoeWNA16Method, STORAGES[:1]),
+    (methods.QuarkW8A8Int8MoEMethod, STORAGES[:1]),
 ]
 
 
@@ -178,13 +174,10 @@ def model_with(experts: type[kernels.FusedMoEExperts], expert_map: torch.Tensor)
     return load(Model(RoutedExperts(Method, expert_map=expert_map)))
 
 
-@pytest.mark.parametrize(
-    "experts", [kernels.AiterExperts, kernels.CPUUnquantizedExperts, kernels.FusedMoEExperts]
-)
-def test_a_kernel_that_goes_by_something_else(refused, experts):
-    reason, remedy = refused(model_with(experts, map_of(0, "linear")))
-    assert reason.startswith(f"{experts.__name__} is not known to look ids up in")
-    assert "--moe-backend triton" in remedy
+def test_a_kernel_that_ignores_the_map(refused):
+    reason, remedy = refused(model_with(kernels.CPUUnquantizedExperts, map_of(0, "linear")))
+    assert reason.startswith("CPUUnquantizedExperts is not known to look ids up in")
+    assert remedy == "serve without --enable-expert-parallel"
 
 
 def test_a_mask_in_place_of_the_map(refused, monkeypatch):
@@ -192,11 +185,6 @@ def test_a_mask_in_place_of_the_map(refused, monkeypatch):
     monkeypatch.setattr(RoutedExperts, "_kernel_wants_mask", lambda layer: True)
     reason, _ = refused(model_with(kernels.TritonExperts, map_of(0, "linear")))
     assert reason.startswith("TritonExperts is not known to look ids up in")
-
-
-def test_a_method_without_a_kernel_that_is_not_known(refused):
-    model = load(Model(RoutedExperts(methods.LegacyMoEMethod, expert_map=map_of(0, "linear"))))
-    assert refused(model)[0].startswith("LegacyMoEMethod is not known to look ids up in")
 
 
 @pytest.mark.parametrize("broken", [[0, 1], [7, 7]], ids=["missing", "twice"])

@@ -29,9 +29,9 @@ METHODS = [
 FULL_SIZE_METHODS = [
     methods.Fp8CutlassMoEMethod,
     methods.Fp8FallbackMoEMethod,
-    methods.LegacyMoEMethod,
-    methods.LazyLegacyMoEMethod,
-    methods.LayerReadingMoEMethod,
+    methods.QuarkW8A8Int8MoEMethod,
+    methods.CompressedTensorsWNA16MoEMethod,
+    methods.MoeWNA16Method,
 ]
 
 

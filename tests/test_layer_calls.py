@@ -192,9 +192,9 @@ def chain(method):
         methods.Fp8FallbackMoEMethod,
         methods.WNA16MoEMethod,
         marlin_methods.MarlinMoEMethod,
-        methods.LegacyMoEMethod,
-        methods.LazyLegacyMoEMethod,
-        methods.LayerReadingMoEMethod,
+        methods.QuarkW8A8Int8MoEMethod,
+        methods.CompressedTensorsWNA16MoEMethod,
+        methods.MoeWNA16Method,
     ],
 )
 def test_vllms_own_objects_and_host_copies_are_not_changed(arm, method):

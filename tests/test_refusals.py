@@ -17,7 +17,6 @@ from synthetic import (
     configs,
     kernels,
     load,
-    marlin,
     marlin_methods,
     methods,
     tuning,
@@ -44,14 +43,75 @@ def test_a_monolithic_method(refused):
     assert "--moe-backend triton" in remedy
 
 
-def test_a_kernel_that_rounds_by_an_order_that_is_not_kept_for_it(refused):
-    class BatchedMethod(marlin_methods.OrderedMoEMethod):
-        def make_experts(self, layer):
-            return marlin.BatchedMarlinExperts(self.moe, self.moe_quant_config)
+def not_proven(name: str) -> str:
+    return f"it is not proven that {name} gives the same result wherever an expert lies"
 
-    reason, remedy = refused(model_of(BatchedMethod))
-    assert "BatchedMarlinExperts rounds by the order in which experts lie" in reason
-    assert "--moe-backend" in remedy
+
+def named(base: type, name: str) -> type:
+    """What does the same under another name."""
+    return type(name, (base,), {})
+
+
+def computed_by(experts: type) -> type[methods.UnquantizedFusedMoEMethod]:
+    class Method(methods.UnquantizedFusedMoEMethod):
+        def make_experts(self, layer):
+            return experts(self.moe, self.moe_quant_config)
+
+    return Method
+
+
+@pytest.mark.parametrize("name", ["FlashInferExperts", "DeepGemmExperts", "MyTritonExperts"])
+def test_a_kernel_that_is_not_proven(refused, arm, name):
+    """One derived from a proven kernel, and with its `apply`, is none."""
+    reason, remedy = refused(model_of(computed_by(named(kernels.TritonExperts, name))))
+    assert reason == not_proven(name)
+    assert "--moe-backend" in remedy and "triton" in remedy and "marlin" in remedy
+    model = model_of(computed_by(kernels.TritonExperts))
+    assert len(arm(model).armed) == len(model.routed)
+
+
+def test_a_kernel_of_aiter(refused):
+    reason, remedy = refused(model_of(computed_by(kernels.AiterExperts)))
+    assert reason == not_proven("AiterExperts")
+    assert "VLLM_ROCM_USE_AITER_MOE=0" in remedy
+
+
+def test_a_method_without_a_kernel_that_is_not_proven(refused, arm):
+    method = methods.QuarkW8A8Int8MoEMethod
+    reason, remedy = refused(model_of(named(method, "GGUFMoEMethod")))
+    assert reason == not_proven("GGUFMoEMethod")
+    assert "quantisation" in remedy
+    model = model_of(named(method, method.__name__))
+    assert len(arm(model).armed) == len(model.routed)
+
+
+@pytest.mark.parametrize("marlin", [False, True])
+def test_a_method_that_may_choose_aiter(refused, arm, marlin):
+    class QuarkW8A8Fp8MoEMethod(marlin_methods.QuarkW8A8Fp8MoEMethod):
+        use_marlin = marlin
+        rocm_aiter_moe_enabled = True
+
+    reason, remedy = refused(model_of(QuarkW8A8Fp8MoEMethod))
+    assert reason == not_proven("QuarkW8A8Fp8MoEMethod")
+    assert "VLLM_ROCM_USE_AITER_MOE=0" in remedy
+    QuarkW8A8Fp8MoEMethod.rocm_aiter_moe_enabled = False
+    model = model_of(QuarkW8A8Fp8MoEMethod)
+    assert len(arm(model).armed) == len(model.routed)
+
+
+@pytest.mark.parametrize(
+    "method", [methods.CompressedTensorsWNA16MoEMethod, methods.MoeWNA16Method]
+)
+def test_a_method_that_has_another_kernel_on_nvidia(refused, arm, monkeypatch, method):
+    platform = SimpleNamespace(is_cuda=lambda: True)
+    fake_vllm(monkeypatch, "vllm.platforms", current_platform=platform)
+    reason, _ = refused(model_of(method))
+    assert reason == not_proven(method.__name__)
+    model = model_of(methods.QuarkW8A8Int8MoEMethod)
+    assert len(arm(model).armed) == len(model.routed)
+    platform.is_cuda = lambda: False
+    model = model_of(method)
+    assert len(arm(model).armed) == len(model.routed)
 
 
 def test_lora(refused):
@@ -123,7 +183,7 @@ def test_data_parallel_routing(refused):
 
 @pytest.mark.parametrize("where", ["moe_config", "layer"])
 def test_data_parallel_routing_of_a_method_without_a_kernel(refused, where):
-    model = model_of(methods.LegacyMoEMethod)
+    model = model_of(methods.QuarkW8A8Int8MoEMethod)
     parallel = configs.FusedMoEParallelConfig(dp_size=2)
     for layer in model.routed:
         if where == "layer":  # 0.21-0.23
@@ -288,8 +348,8 @@ def test_a_library_that_is_missing(settings, monkeypatch, tmp_path):
     ("method", "name"),
     [
         (methods.Fp8CutlassMoEMethod, "CutlassExpertsFp8"),
-        (methods.Fp8FallbackMoEMethod, "TritonOrDeepGemmExperts"),
-        (methods.LegacyMoEMethod, "LegacyMoEMethod"),
+        (methods.Fp8FallbackMoEMethod, "TritonOrCutlassExperts"),
+        (methods.QuarkW8A8Int8MoEMethod, "QuarkW8A8Int8MoEMethod"),
     ],
 )
 def test_plain_storage_for_a_kernel_not_known_to_take_fewer_experts(
@@ -299,17 +359,6 @@ def test_plain_storage_for_a_kernel_not_known_to_take_fewer_experts(
     reason, remedy = refused(model_of(method))
     assert f"{name} is not known to run with fewer experts" in reason
     assert "EXPERT_CACHE_STORAGE=virtual" in remedy
-
-
-def test_plain_storage_does_not_trust_a_subclass_of_a_known_kernel(refused, settings):
-    class EmulatedTritonExperts(kernels.TritonExperts):
-        """Derived classes of vLLM unpack weights inside apply, or use no tuned configuration."""
-
-    settings(storage="plain")
-    model = model_of(count=1)
-    model.routed[0].quant_method.moe_kernel.fused_experts.__class__ = EmulatedTritonExperts
-    reason, _ = refused(model)
-    assert "EmulatedTritonExperts is not known to run with fewer experts" in reason
 
 
 def test_plain_storage_for_a_kernel_whose_tuned_configuration_cannot_be_kept(

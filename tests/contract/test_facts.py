@@ -6,7 +6,7 @@ import pytest
 from releases import examined, fact
 
 from expert_cache_shim import vllm_compat
-from tools.vllm_contract import kernels, loading
+from tools.vllm_contract import loading, served
 from tools.vllm_contract.contract import FACTS
 from tools.vllm_contract.facts import ABSENT, DIFFERS, OK
 
@@ -165,7 +165,7 @@ def test_a_property_that_became_a_method_is_caught(tmp_path):
     assert examined(name, tmp_path, files).status == DIFFERS
 
 
-FEWER = "those read the number of experts from the weights only"
+FEWER = "what plain storage serves reads the number of experts from the weights only"
 
 
 def test_a_count_that_experts_read_beside_the_weights_is_caught(tmp_path):
@@ -237,7 +237,9 @@ def test_every_name_that_the_shim_holds_is_looked_for():
     assert {*vllm_compat.LOADED_HOLDERS, vllm_compat.LOADED_NOT_SERVING} == loading.HOLDERS.keys()
     changes = {*vllm_compat.WEIGHTS_CHANGING, *vllm_compat.WEIGHTS_CHANGED}
     assert changes == loading.CHANGES_SINCE.keys()
-    assert kernels.SINCE.keys() == vllm_compat.TAKE_FEWER_EXPERTS
+    assert served.RELEASES.keys() == vllm_compat.SERVED
+    compared = served.COMES_TO.keys() | vllm_compat.ON_CPU | {"TritonOrCutlassExperts"}
+    assert compared == vllm_compat.SERVED
     assert vllm_compat.TUNED_BY_EXPERTS <= vllm_compat.TAKE_FEWER_EXPERTS
 
 

@@ -49,7 +49,9 @@ def quantised_activation(
     return values
 
 
-class TorchExperts(modular.FusedMoEExpertsModular):
+class TritonExperts(modular.FusedMoEExpertsModular):
+    """Stands in for vLLM's class of this name, by which the cache knows it."""
+
     @staticmethod
     def is_supported_config(cls, config, weight_key, activation_key, activation_format):
         return True, None
@@ -97,12 +99,16 @@ class TorchExperts(modular.FusedMoEExpertsModular):
         inner = quantised_activation(inner, w2.dtype, self.a2_scale)
         return inner @ dequantise(w2[expert], self.w2_scale[expert], bits).t()
 
-    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **_):
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, expert_map=None, **_
+    ):  # fmt: skip
+        rows = topk_ids if expert_map is None else expert_map[topk_ids.long()]
         inputs = hidden_states.float()
-        parts = torch.empty(*topk_ids.shape, inputs.shape[1])
-        for expert in topk_ids.unique().tolist():
-            token, choice = (topk_ids == expert).nonzero(as_tuple=True)
-            parts[token, choice] = self.expert(inputs[token], w1, w2, expert)
+        parts = torch.zeros(*topk_ids.shape, inputs.shape[1])
+        for row in rows.unique().tolist():
+            if row >= 0:
+                token, choice = (rows == row).nonzero(as_tuple=True)
+                parts[token, choice] = self.expert(inputs[token], w1, w2, row)
         output.copy_((parts * topk_weights.float()[..., None]).sum(1))
 
 
@@ -113,13 +119,13 @@ def scaled_fp8_quant(values: torch.Tensor, scale: torch.Tensor) -> tuple:
 
 
 def install() -> None:
-    """Serves `moe_backend="triton"` with `TorchExperts`, for models loaded from now on."""
+    """Serves `moe_backend="triton"` with the class above, for models loaded from now on."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.experts import triton_moe
     from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
-    triton_moe.TritonExperts = TorchExperts
-    int_wna16.TritonWNA16Experts = TorchExperts
+    triton_moe.TritonExperts = TritonExperts
+    int_wna16.TritonWNA16Experts = TritonExperts
     # GPTQ may carry an expert bias, which Triton's kernel has no place for; these have none.
     int_wna16._backend_incompatibility_reason = lambda *_: None

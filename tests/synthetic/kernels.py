@@ -119,13 +119,13 @@ class CutlassExpertsFp8(FusedMoEExperts):
         return super().apply(hidden_states, w1, w2, topk_weights, topk_ids, expert_map)
 
 
-class TritonOrDeepGemmExperts(FusedMoEExperts):
+class TritonOrCutlassExperts(FusedMoEExperts):
     """experts/fallback.py: two experts objects in one, each with its own reference to the
     config. The choice between them depends on the step."""
 
     def __init__(self, moe_config, quant_config):
         super().__init__(moe_config, quant_config)
-        self.experts = FusedMoEExperts(moe_config, quant_config)
+        self.experts = CutlassExpertsFp8(moe_config, quant_config)
         self.fallback_experts = TritonExperts(moe_config, quant_config)
 
     def apply(self, hidden_states, **arguments):

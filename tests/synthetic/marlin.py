@@ -54,7 +54,3 @@ class MarlinExperts(kernels.FusedMoEExperts):
             hidden_states, w1, w2, topk_weights, topk_ids, self.quant_config,
             self.moe_config.num_experts, expert_map, self.w13_g_idx, self.w2_g_idx,
         )  # fmt: skip
-
-
-class BatchedMarlinExperts(kernels.FusedMoEExperts):
-    """Sorts with a function of its own."""

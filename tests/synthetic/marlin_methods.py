@@ -25,7 +25,7 @@ class MarlinMoEMethod(methods.WNA16MoEMethod):
         return MarlinExperts(self.moe, self.moe_quant_config, *index)
 
 
-class AWQMarlinMoEMethod(methods.LayerReadingMoEMethod):
+class AWQMarlinMoEMethod(methods.MoeWNA16Method):
     """0.21. Builds no kernel."""
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
@@ -35,7 +35,7 @@ class AWQMarlinMoEMethod(methods.LayerReadingMoEMethod):
         )  # fmt: skip
 
 
-class QuarkW8A8Fp8MoEMethod(methods.LayerReadingMoEMethod):
+class QuarkW8A8Fp8MoEMethod(methods.MoeWNA16Method):
     """0.21-0.23. Builds no kernel, and calls Marlin where the GPU has nothing for fp8."""
 
     use_marlin = True

@@ -154,10 +154,10 @@ class Fp8BlockMoEMethod(QuantizedMoEMethod):
 
 
 class Fp8FallbackMoEMethod(Fp8BlockMoEMethod):
-    """Fp8MoEMethod where DeepGEMM is installed."""
+    """CompressedTensorsW8A8Fp8MoEMethod on NVIDIA."""
 
     def make_experts(self, layer):
-        return kernels.TritonOrDeepGemmExperts(self.moe, self.moe_quant_config)
+        return kernels.TritonOrCutlassExperts(self.moe, self.moe_quant_config)
 
 
 class Fp8TensorMoEMethod(QuantizedMoEMethod):
@@ -224,8 +224,8 @@ class WNA16MoEMethod(FusedMoEMethodBase):
         )
 
 
-class LegacyMoEMethod(Int8ChannelMoEMethod):
-    """Builds no kernel; `apply` hands `self.moe_quant_config` to a function (0.21-0.25)."""
+class QuarkW8A8Int8MoEMethod(Int8ChannelMoEMethod):
+    """Builds no kernel; `apply` hands `self.moe_quant_config` to a function (0.21-0.26)."""
 
     def process_weights_after_loading(self, layer):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
@@ -237,15 +237,15 @@ class LegacyMoEMethod(Int8ChannelMoEMethod):
         )  # fmt: skip
 
 
-class LazyLegacyMoEMethod(LegacyMoEMethod):
-    """Its config is made by `layer._ensure_moe_quant_config_init()` at the first forward."""
+class CompressedTensorsWNA16MoEMethod(QuarkW8A8Int8MoEMethod):
+    """0.21-0.26. `layer._ensure_moe_quant_config_init()` makes its config at the first forward."""
 
     def process_weights_after_loading(self, layer):
         pass
 
 
-class LayerReadingMoEMethod(LegacyMoEMethod):
-    """Reads every tensor off the layer in each step (AWQ and Marlin of 0.21)."""
+class MoeWNA16Method(QuarkW8A8Int8MoEMethod):
+    """0.21-0.26, but reads every tensor off the layer in each step (AWQ and Marlin of 0.21)."""
 
     def process_weights_after_loading(self, layer):
         pass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import configuration, kernels, layers, loading, serving
+from . import configuration, kernels, layers, loading, served, serving
 from .facts import Fact, Result, examine
 from .reading import Release
 
 FACTS: list[Fact] = [
     fact
-    for module in (loading, layers, kernels, configuration, serving)
+    for module in (loading, layers, kernels, served, configuration, serving)
     for fact in module.fact.facts
 ]
 

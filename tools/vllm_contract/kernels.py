@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 from expert_cache_shim import vllm_compat
 
 from .facts import Subject, require
 from .layers import FUSED_MOE
-from .reading import Differs, Found, Release
+from .reading import Found, Release
+from .served import apply_of, existing
 
 fact = Subject("kernels")
 
@@ -17,20 +17,13 @@ fact = Subject("kernels")
 @fact("what looks ids up uses the expert_map that apply is given, or the layer's")
 def _(release: Release) -> Iterator[Found]:
     """Under expert parallelism. A method that has a kernel leaves that to its experts."""
-    for name in sorted(vllm_compat.LOOK_UP_EXPERT_MAP):
-        try:
-            classes = release.classes(name)
-        except Differs:
-            continue  # not every release has all of them
-        for found in classes:
-            methods = (part.methods.get("apply") for part in release.ancestry(found))
-            apply = next(filter(None, methods), None)
-            require(apply, f"{name} has no apply at {found.place}")
-            if "self.moe_kernel" in apply.text:
-                continue
-            uses = apply.text.count("expert_map") - apply.parameters.count("expert_map")
-            require(uses > 0, f"{name} uses none at {apply.place}")
-            yield apply
+    for found in existing(release, vllm_compat.LOOK_UP_EXPERT_MAP):
+        apply = apply_of(release, found)
+        if "self.moe_kernel" in apply.text:
+            continue
+        uses = apply.text.count("expert_map") - apply.parameters.count("expert_map")
+        require(uses > 0, f"{found.name} uses none at {apply.place}")
+        yield apply
 
 
 @fact("FusedMoEKernel.impl, and in it fused_experts and prepare_finalize")
@@ -75,40 +68,15 @@ def _(release: Release) -> Iterator[Found]:
     yield experts.method("block_shape")
 
 
-# The first minor version of each experts class that plain storage serves.
-SINCE = {
-    "TritonExperts": "",
-    "TritonWNA16Experts": "",
-    "MarlinExperts": "",
-    "CPUUnquantizedExperts": "0.28",
-    "X86CPUUnquantizedExperts": "0.28",
-    "ArmCPUUnquantizedExperts": "0.28",
-    "PowerCPUUnquantizedExperts": "0.28",
-    "CPUExpertsFp8": "",
-    "CPUExpertsInt4": "0.23",
-    "CPUExpertsInt8": "0.25",
-}
 COUNTS = ("num_experts", "num_local_experts", "local_num_experts", "global_num_experts")
-
-
-def _takes_fewer(name: str) -> None:
-    @fact(f"{name} is there", SINCE[name])
-    def _(release: Release) -> Iterator[Found]:
-        yield from release.classes(name)
-
-
-for _name in sorted(vllm_compat.TAKE_FEWER_EXPERTS):
-    _takes_fewer(_name)
 
 
 def served_by_plain(release: Release) -> Iterator[Found]:
     """The experts classes that plain storage serves, those that this release has."""
-    for name in sorted(vllm_compat.TAKE_FEWER_EXPERTS):
-        with contextlib.suppress(Differs):
-            yield from release.classes(name)
+    return existing(release, vllm_compat.TAKE_FEWER_EXPERTS)
 
 
-@fact("those read the number of experts from the weights only")
+@fact("what plain storage serves reads the number of experts from the weights only")
 def _(release: Release) -> Iterator[Found]:
     """A read of a count that is kept beside the weights, in a method that an object runs. What
     LoRA keeps does not matter: such layers are refused."""
@@ -233,7 +201,7 @@ def _(release: Release) -> Iterator[Found]:
         "moe_wna16_marlin_gemm": {"_fused_marlin_moe"},
         "_fused_marlin_moe": {"fused_marlin_moe", "batched_fused_marlin_moe"},
         "fused_marlin_moe": vllm_compat.CALL_FUSED_MARLIN,
-        "batched_fused_marlin_moe": vllm_compat.ORDER_DEPENDENT - vllm_compat.CALL_FUSED_MARLIN,
+        "batched_fused_marlin_moe": {"BatchedMarlinExperts"},
     }
     for name, callers in known.items():
         for source in release.sources("vllm.model_executor", mentioning=name):
