@@ -4,13 +4,13 @@ What vLLM needs on this machine is said in BENCH_ENGINE, for example
 `attention_backend=TRITON_ATTN`, and in vLLM's own environment variables.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import served
 
 from bench import arms, jobs, options, schemes
 
@@ -19,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_installed(library) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+    served.needs_vllm()
 
 
 def test_tokens_are_those_of_the_resident_model_and_wrong_experts_show():
