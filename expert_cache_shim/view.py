@@ -46,9 +46,9 @@ class KernelView:
             return tensor if entry is None else rows[id(entry)]
 
         self.method = copy_method(method, replace)
-        experts = vllm_compat.fused_experts(vllm_compat.moe_kernel(self.method))
-        if fewer_rows and vllm_compat.needs_tuned_config(experts):
-            vllm_compat.keep_tuned_config(experts, tensors.experts)
+        runner = vllm_compat.runner_of(self.method)
+        if fewer_rows and vllm_compat.needs_tuned_config(runner):
+            vllm_compat.keep_tuned_config(runner, tensors.experts)
         self.takes_experts = row_of is not None and vllm_compat.keep_order(self.method, row_of)
         self.apply: Callable[..., Any] = self.method.apply
 

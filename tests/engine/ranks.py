@@ -49,6 +49,13 @@ def check_both_used_the_cache(folder: Path, model: str) -> tuple[Snapshot, Snaps
     return first, second
 
 
+def check_each_stage_has_its_own_layers(stages: tuple[Snapshot, ...]) -> None:
+    """Of a model of four layers with two pipeline stages."""
+    names = {stage.rank: [layer["name"] for layer in stage.layers] for stage in stages}
+    expected = [f"model.layers.{number}.mlp.experts.routed_experts" for number in range(4)]
+    assert names == {0: expected[:2], 1: expected[2:]}
+
+
 def check_wrong_experts_show(answers: dict[str, Answer]) -> None:
     """That the comparison of tokens can fail."""
     assert answers["wrong experts"]["tokens"] != answers["off"]["tokens"]

@@ -6,6 +6,7 @@ cache hears of each is shown by a control in which it does not.
 
 import pytest
 from engine import IN_PROCESS, PROMPTS, Job, run, shim, snapshots_of
+from other_experts import write_other_experts
 
 SLOTS = 16
 CHANGES = ("reloaded", "transferred", "copied", "given", "slept 1", "slept 2")
@@ -14,15 +15,8 @@ CHANGES = ("reloaded", "transferred", "copied", "given", "slept 1", "slept 2")
 @pytest.fixture(scope="module")
 def checkpoints(folder, checkpoint) -> tuple[str, str]:
     """Two models that differ in their experts only."""
-    from safetensors.torch import load_file
-
-    from examples.tiny_moe import Shape, Weights, qwen3_moe, write_files
-
-    first, other = checkpoint("qwen3_moe"), folder / "checkpoints" / "other-experts"
-    weights = Weights(seed=1)
-    config = qwen3_moe(Shape(), weights)
-    experts = {name: t for name, t in weights.tensors.items() if ".experts." in name}
-    write_files(other, config, load_file(f"{first}/model.safetensors") | experts)
+    first = checkpoint("qwen3_moe")
+    other = write_other_experts(first, folder / "checkpoints" / "other-experts")
     return first, str(other)
 
 
